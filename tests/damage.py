@@ -22,6 +22,8 @@ from helpers import FIXTURES, edit_pt, edit_safetensors, flip_bit, layer_file, l
 Damage = Callable[[Path], object]
 #: Changes what a file holds.
 Change = Callable[[Any], object]
+#: Token ids of a text.
+TOKENS = json.dumps([7 * number % 100 for number in range(40)])
 
 
 def lost(pattern: str) -> Damage:
@@ -396,6 +398,20 @@ EXAMPLES: dict[str, Example] = {
     ),
     "FS316": Example("model", HF, says(SHARD.format(4), LFS), "verify model"),
     "FS317": Example("model", HF, unwritten(SHARD.format(4)), "merge model out"),
+    "FS318": Example("model", HF, says("../tokens.json", TOKENS), "loss model --tokens tokens.json"),
+    "FS319": Example(
+        "model", HF, says("../tokens.json", TOKENS), "loss model --tokens tokens.json --expect-loss 2.77"
+    ),
+    "FS320": Example(
+        "model",
+        HF,
+        in_turn(
+            says("../tokens.json", TOKENS),
+            second(".", "../other"),
+            edited(SHARD.format(4), filled(HEAD, slice(1), 0.0)),
+        ),
+        "layers other model --tokens tokens.json",
+    ),
     # Of stage 3, whose files hold the weights once.
     "FS402": Example("run", ZERO3, none, "master-weights run"),
     "FS403": Example("run", ZERO, none, "verify run -v"),

@@ -38,6 +38,8 @@ COMMANDS = [
     "split CKPT OUT --parts 4",
     "loss CKPT",
     "layers CKPT CKPT",
+    "find CKPT --in CKPT",
+    "steps CKPT",
 ]
 #: Commands that make no statement about whether a checkpoint is whole.
 OTHERS = {
