@@ -30,7 +30,7 @@ ROOMS = (
         "checkpoint",
         "conversion",
     ),
-    *("verification", "reporting", "cli"),
+    *("verification", "reporting", "cli", "integrations"),
 )
 BLOCK = re.compile(r"(<!-- shown: the tree of the sources -->\n```text\n)(.*?)(```)", re.S)
 WIDTH, INDENT = 130, 26
