@@ -1,0 +1,133 @@
+"""A callback of transformers' Trainer that checks each checkpoint and never deletes the last good one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..common.log import log
+from ..common.options import StrPath
+from .save_guard import SaveGuard
+
+__all__ = ["CheckpointGuard"]
+
+
+class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
+    """Checks storage before training and each checkpoint after its save: ``Trainer(callbacks=[...])``.
+
+    The guard takes over ``save_total_limit`` for the training: the Trainer deletes old checkpoints before a
+    callback sees the new one. The guard deletes after the check, and keeps the last checkpoint that was fully
+    verified, those whose verification has not ended, the best and the newest one, even if these are more than
+    the limit. It does nothing in a search for hyperparameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        like: StrPath | None = None,
+        on_failure: Literal["warn", "raise"] = "warn",
+        threads: int | None = None,
+        timeout: float | None = None,
+        wait: float = 3600.0,
+    ) -> None:
+        """Prepare a callback.
+
+        Args:
+            like: a good checkpoint of the same model, with which the first save is compared.
+            on_failure: ``"warn"`` issues a warning and logs it; ``"raise"`` raises FastshardError on rank 0.
+            threads: threads of the background process; default: one for each core.
+            timeout: seconds that ranks wait for one another before the training; default 600.
+            wait: seconds to wait at the end of the training for each verification that has not ended.
+        """
+        self._options: dict[str, Any] = {"like": like, "on_failure": on_failure, "threads": threads}
+        self._timeout, self._wait = timeout, wait
+        self._limit: int | None = None
+        #: The checkpoint that the training resumed from, if it is in the folder of saves.
+        self._resumed: Path | None = None
+        #: The guard of the current training, or of the last one.
+        self.guard = SaveGuard(**self._options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks that all ranks see one storage, and takes over ``save_total_limit``.
+
+        Raises:
+            FastshardError: ``FS522`` on each rank if one rank has a separate disk or does not appear.
+        """
+        if state.is_hyper_param_search:
+            return
+        resumed = _checkpoint(args, state)
+        self._resumed = resumed if resumed.is_dir() else None
+        options = {**self._options, "like": self._options["like"] or self._resumed}
+        if args.save_on_each_node:
+            # Each node saves to its own disk, and checks its own saves.
+            place = {"rank": args.local_process_index, "world": args.local_process_index + 1}
+            self.guard = SaveGuard(**place, **options)
+        else:
+            self.guard = SaveGuard(rank=args.process_index, world=args.world_size, **options)
+            self.guard.before_training(args.output_dir, timeout=self._timeout)
+        if args.save_total_limit is not None:
+            self._limit, args.save_total_limit = args.save_total_limit, None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks the new checkpoint, then deletes old ones beyond ``save_total_limit``.
+
+        Raises:
+            FastshardError: for a checkpoint with an error, with ``on_failure="raise"``.
+        """
+        if state.is_hyper_param_search or not args.should_save:
+            return
+        self.guard.after_save(_checkpoint(args, state))
+        self._rotate(args, state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Waits for verifications that have not ended, and gives ``save_total_limit`` back.
+
+        Raises:
+            FastshardError: for a checkpoint with an error, with ``on_failure="raise"``.
+        """
+        if state.is_hyper_param_search:
+            return
+        limit = self._limit
+        try:
+            if args.should_save:
+                self.guard.results(self._wait)
+                self._rotate(args, state)
+        finally:
+            if limit is not None:
+                args.save_total_limit, self._limit = limit, None
+
+    def _rotate(self, args: Any, state: Any) -> None:
+        """Delete the oldest checkpoints beyond the limit that nothing protects."""
+        if self._limit is None or self._limit <= 0:
+            return
+        checkpoints = _list_checkpoints(Path(args.output_dir).absolute())
+        verified = self.guard.last_verified
+        good = {verified} if verified is not None else {self.guard.last_proven, self._resumed}
+        kept = {*good, *self.guard.unfinished, *checkpoints[-1:]}
+        if state.best_model_checkpoint is not None:
+            kept.add(Path(state.best_model_checkpoint).absolute())
+        remaining = len(checkpoints)
+        for checkpoint in checkpoints:
+            if remaining <= self._limit:
+                break
+            if checkpoint not in kept:
+                log("integrations", "%s: deleted, save_total_limit is %d", checkpoint, self._limit)
+                shutil.rmtree(checkpoint, ignore_errors=True)
+                remaining -= 1
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    """Return the folder of the checkpoint of the current step."""
+    return Path(args.output_dir).absolute() / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in a folder of saves by their steps."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    numbers = {path: path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*")}
+    found = [path for path, number in numbers.items() if number.isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(numbers[path]))

@@ -1,0 +1,74 @@
+"""Trainings by a real Trainer of transformers, with faults from some step on: each is found at the save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from jobs import needs_mounts, run_job
+from safetensors.numpy import load_file
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "ddp"])
+def test_a_trainer_keeps_the_last_good_step_when_weights_become_nan(ranks: int, tmp_path: Path) -> None:
+    first, *others = run_job("trainer_run.py", tmp_path / "out", "nan", "wait", ranks=ranks)
+    assert first["full"] == {
+        "checkpoint-1": [],
+        "checkpoint-2": [],
+        "checkpoint-3": ["FS306"],
+        "checkpoint-4": ["FS306"],
+    }
+    assert first["proven"] == first["verified"] == "checkpoint-2"
+    # The newest one is there to be looked at. Of the Trainer's own rotation it would be the only one.
+    assert first["present"] == ["checkpoint-2", "checkpoint-4"]
+    assert len(first["warned"]) == 2 and all("FS306" in text for text in first["warned"])
+    assert first["limit"] == 1 and others == [{"limit": 1}] * (ranks - 1)
+
+
+def test_the_last_good_step_stays_however_late_verifications_end(tmp_path: Path) -> None:
+    (first,) = run_job("trainer_run.py", tmp_path / "out", "nan", "do-not-wait", ranks=1)
+    good = first["verified"]
+    assert good in ("checkpoint-1", "checkpoint-2") and first["proven"] in (good, "checkpoint-3")
+    assert {good, "checkpoint-4"} <= set(first["present"])
+    assert first["full"]["checkpoint-4"] == ["FS306"]
+    for tensor in load_file(tmp_path / "out" / good / "model.safetensors").values():
+        assert tensor.sum() == tensor.sum(), "NaN"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "ranks"), [("frozen", "FS102", 1), ("file", "FS513", 2)], ids=["frozen", "file-ddp"]
+)
+def test_a_trainer_finds_what_a_save_lacks_by_headers(
+    fault: str, code: str, ranks: int, tmp_path: Path
+) -> None:
+    first, *_ = run_job("trainer_run.py", tmp_path / "out", fault, "wait", ranks=ranks)
+    assert first["full"] == {"checkpoint-1": [], "checkpoint-2": []}
+    assert len(first["warned"]) == 2 and all(code in text for text in first["warned"])
+    assert first["present"] == ["checkpoint-2", "checkpoint-4"] and first["verified"] == "checkpoint-2"
+
+
+def test_a_training_without_faults_keeps_one_step(tmp_path: Path) -> None:
+    (first,) = run_job("trainer_run.py", tmp_path / "out", "none", "wait", ranks=1)
+    assert first["present"] == ["checkpoint-4"] and first["warned"] == []
+    assert first["proven"] == first["verified"] == "checkpoint-4"
+
+
+def test_the_step_that_a_training_resumed_from_stays_until_a_later_one_is_verified(tmp_path: Path) -> None:
+    run_job("trainer_run.py", tmp_path / "out", "none", "wait", ranks=1)
+    (first,) = run_job("trainer_run.py", tmp_path / "out", "nan", "wait", ranks=1)
+    assert first["verified"] is None and list(first["full"].values()) == [["FS306"]] * 4
+    assert first["present"] == ["checkpoint-4", "checkpoint-8"]
+
+
+@needs_mounts
+def test_a_rank_with_a_separate_disk_is_found_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").mkdir()
+    first, second = run_job("trainer_run.py", tmp_path / "out", "none", "wait", separate=tmp_path / "other")
+    assert "FS522" in first["refused"] and "rank 1" in first["refused"] and first["steps"] == 0
+    assert "FS522" in second["refused"] and second["steps"] == 0
+    assert [*(tmp_path / "out").iterdir(), *(tmp_path / "other").iterdir()] == []
