@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +66,21 @@ def test_the_step_that_a_training_resumed_from_stays_until_a_later_one_is_verifi
     (first,) = run_job("trainer_run.py", tmp_path / "out", "nan", "wait", ranks=1)
     assert first["verified"] is None and list(first["full"].values()) == [["FS306"]] * 4
     assert first["present"] == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_what_is_not_verified_when_training_ends_is_warned_of(tmp_path: Path) -> None:
+    from fastshard.integrations import save_guard
+    from fastshard.integrations.transformers import CheckpointGuard
+
+    callback = CheckpointGuard(wait=0)
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    run = save_guard._Run(tmp_path / "checkpoint-1", waiting, io.BytesIO(), io.BytesIO())
+    callback.guard._running = run
+    args = SimpleNamespace(should_save=True, output_dir=str(tmp_path))
+    state = SimpleNamespace(is_hyper_param_search=False)
+    with pytest.warns(UserWarning, match="checkpoint-1: its verification has not ended yet"):
+        callback.on_train_end(args, state, None)
+    run.stop()
 
 
 @needs_mounts

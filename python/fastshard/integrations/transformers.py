@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         on_failure: Literal["warn", "raise"] = "warn",
         threads: int | None = None,
         timeout: float | None = None,
-        wait: float = 3600.0,
+        wait: float = 240.0,
     ) -> None:
         """Prepare a callback.
 
@@ -41,7 +42,8 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
             on_failure: ``"warn"`` issues a warning and logs it; ``"raise"`` raises FastshardError on rank 0.
             threads: threads of the background process; default: one for each core.
             timeout: seconds that ranks wait for one another before the training; default 600.
-            wait: seconds to wait at the end of the training for each verification that has not ended.
+            wait: seconds to wait at the end of the training for each verification that has not ended. At most
+                two have not; other ranks that go on to a collective operation wait as long.
         """
         self._options: dict[str, Any] = {"like": like, "on_failure": on_failure, "threads": threads}
         self._timeout, self._wait = timeout, wait
@@ -95,6 +97,8 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         try:
             if args.should_save:
                 self.guard.results(self._wait)
+                for path in self.guard.unfinished:
+                    warnings.warn(f"{path}: its verification has not ended yet", stacklevel=2)
                 self._rotate(args, state)
         finally:
             if limit is not None:
