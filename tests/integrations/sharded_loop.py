@@ -42,9 +42,8 @@ def main(out: str) -> None:
         guard = before_training(out, timeout=float(os.environ.get("TIMEOUT", HANG)))
     except fastshard.FastshardError as error:
         print(json.dumps({"refused": [f.to_dict() for f in error.findings]}))
-        dist.destroy_process_group()
         return
-    said = []
+    checks = []
     for step in range(1, 7):
         model["body"](model["tower"](torch.randn(4, 8))).square().mean().backward()
         optimizer.step()
@@ -69,7 +68,7 @@ def main(out: str) -> None:
         if verdict is not None:
             errors = [f for f in verdict.findings if f.severity == "error"]
             full = [v for v in guard.results() if v.path == verdict.path]
-            said.append(
+            checks.append(
                 {
                     "headers": sorted({f.code for f in errors}),
                     "full": sorted({f.code for v in full for f in v.findings if f.severity == "error"}),
@@ -79,9 +78,10 @@ def main(out: str) -> None:
                     "warnings": len(caught),
                 }
             )
-    print(json.dumps({"rank": rank, "steps": said}))
-    dist.destroy_process_group()
+    print(json.dumps({"rank": rank, "steps": checks}))
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fastshard import FastshardError
 from fastshard.integrations.transformers import CheckpointGuard
 from holding import HANG
@@ -105,3 +106,7 @@ def main(out: str, fault: str, wait: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    if dist.is_initialized():
+        # Threads of torch that run at the interpreter's end abort the process.
+        dist.barrier()
+        dist.destroy_process_group()
