@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding
+from ..common.log import log
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.records import asdict, dataclass
@@ -61,6 +62,8 @@ class Loss:
     dtype: str
     #: Where the tokens are from.
     text: str
+    #: Estimated peak of the process's anonymous memory, in bytes.
+    memory: int
     #: Warnings and notes of opening the checkpoint, and what is wrong with the loss.
     findings: tuple[Finding, ...]
     #: Statements that this run does not prove, a line each.
@@ -122,8 +125,10 @@ def measure_loss(
     model = LayerwiseModel(view, device)
     batch = make_batch(model, text, tokens, sequence_length, max_tokens)
     model.check_memory(memory_budget.get_limit(), batch.ids.numel())
+    memory = model.estimate_memory(batch.ids.numel())
+    log("evaluation", "about %d MiB of memory for %d tokens", memory >> 20, batch.ids.numel())
     losses = _run(model, batch, progress)
-    return _judge(model, batch, losses, expect_loss, TOLERANCE if tolerance is None else tolerance)
+    return _judge(model, batch, losses, memory, expect_loss, TOLERANCE if tolerance is None else tolerance)
 
 
 def _run(model: LayerwiseModel, batch: Batch, progress: Report) -> torch.Tensor:
@@ -152,7 +157,12 @@ def _run(model: LayerwiseModel, batch: Batch, progress: Report) -> torch.Tensor:
 
 
 def _judge(
-    model: LayerwiseModel, batch: Batch, losses: torch.Tensor, expected: float | None, tolerance: float
+    model: LayerwiseModel,
+    batch: Batch,
+    losses: torch.Tensor,
+    memory: int,
+    expected: float | None,
+    tolerance: float,
 ) -> Loss:
     """Compare the loss with what is expected, and with that of models that know nothing."""
     import transformers
@@ -176,6 +186,7 @@ def _judge(
         transformers=transformers.__version__,
         dtype=str(model.dtype).removeprefix("torch."),
         text=batch.origin,
+        memory=memory,
         findings=(*model.view.findings, *gate.evaluate(findings)),
         not_proven=(
             "that the weights are right: damage to one layer may change the loss by less than its standard "

@@ -72,6 +72,8 @@ class LayerComparison:
     config: dict[str, tuple[Any, Any]]
     #: Number of tokens that were compared.
     tokens: int
+    #: True if A is what a trainer recorded.
+    is_record: bool
     findings: tuple[Finding, ...]
 
     @property
@@ -179,6 +181,7 @@ def layers(
         tolerance,
         differences,
         right.tokens.numel(),
+        right.is_record,
         tuple(gate.evaluate(_find(units, differences, str(b), other))),
     )
 

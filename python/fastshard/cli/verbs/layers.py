@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from ...common.options import Evaluating
 from ...verification.layers import LENGTH, MOST, LayerComparison, layers
@@ -74,6 +75,9 @@ def _describe(compared: LayerComparison) -> str:
         for u in compared.units
     ]
     lines = [table(rows, indent="")]
+    if not compared.is_record:
+        # It is cheaper, and names the tensor.
+        lines.insert(0, f"tensors: fastshard diff {shlex.quote(compared.a)} {shlex.quote(compared.b)}\n")
     if compared.config:
         lines.append("\nsettings of the configs that differ:")
         lines += [

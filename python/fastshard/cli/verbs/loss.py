@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ...common.formatting import human_memory
 from ...common.options import Checked, Evaluating, ValueOptions
 from ...evaluation.loss_figures import Loss, describe_loss
 from ...verification.loss import loss
@@ -58,6 +59,7 @@ def _describe(measured: Loss) -> str:
         ("frequencies", f"{measured.by_frequency:.4f}, from how often each token occurs in this text"),
         ("text", f"{measured.text}: {measured.tokens} tokens, {measured.sequences} sequences"),
         ("computed by", f"{measured.model_class} of transformers {measured.transformers}, {measured.dtype}"),
+        ("memory", f"about {human_memory(measured.memory)}, with one layer at a time"),
     ]
     return fields(rows)
 
