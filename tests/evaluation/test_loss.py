@@ -292,6 +292,20 @@ def test_what_transformers_raises_is_a_finding() -> None:
     assert "of a class of its own" in finding.message
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("load", [fastshard.loss, fastshard.load_model])
+def test_a_config_chooses_no_code(
+    load: Callable[..., object], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *args, **_: asked.append(args)
+    )
+    folder = damaged(tmp_path / "m", **{key: "kernels-community/flash-attn2"})
+    load(folder, **({"tokens": TOKENS} if load is fastshard.loss else {}))
+    assert asked == [], "transformers downloads and runs it"
+
+
 def test_sequences_are_no_longer_than_the_model_takes() -> None:
     # It states 64 positions.
     assert fastshard.loss(trained(), tokens=make_tokens(2, 200, seed=1)).tokens == 2 * 63

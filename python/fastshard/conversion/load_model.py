@@ -12,7 +12,7 @@ from ..checkpoint.tensor_slice import Slice
 from ..common import codes, safe_files
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import FastshardError
-from ..models.config_json import decode_special_floats
+from ..models.config_json import for_construction
 from .in_memory import View
 from .open import open as open_checkpoint
 
@@ -72,7 +72,7 @@ def load_model(
         )
     kind = _class(transformers, given)
     _tell_of_rounding(view)
-    config = kind.config_class.from_dict(decode_special_floats(given))
+    config = kind.config_class.from_dict(for_construction(given))
     slices = {name: Slice(tensor) for name, tensor in view.items()}
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
     with _bar(progress is not False):

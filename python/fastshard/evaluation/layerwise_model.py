@@ -24,7 +24,7 @@ from ..common import codes
 from ..common.errors import FastshardError
 from ..common.formatting import human_memory
 from ..common.records import dataclass, field
-from ..models.config_json import decode_special_floats
+from ..models.config_json import for_construction
 
 if TYPE_CHECKING:
     import torch
@@ -480,7 +480,7 @@ def _import_loading() -> Any:
 
 
 def _find_config(view: PlannedView) -> dict[str, Any]:
-    """Return the config of a view, with numbers that JSON lacks.
+    """Return the config of a view, as a class of transformers takes it.
 
     Raises:
         FastshardError: ``FS209`` without a config, ``FS514`` for quantised weights.
@@ -497,8 +497,7 @@ def _find_config(view: PlannedView) -> dict[str, Any]:
             help="use their values",
             run=["--dtype bf16"],
         )
-    decoded: dict[str, Any] = decode_special_floats(config)
-    return decoded
+    return for_construction(config)
 
 
 def _find_class_name(config: dict[str, Any]) -> str:

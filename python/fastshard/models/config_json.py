@@ -147,6 +147,29 @@ def decode_special_floats(value: Any) -> Any:
     return [decode_special_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
+#: Keys that choose the code that computes. transformers downloads a kernel, and runs it, where a value of the
+#: first names a repository of the hub.
+#: source: transformers 5.24 modeling_utils.py (_check_and_adjust_attn_implementation), auto_factory.py
+_CODE_KEYS = {
+    f"{prefix}{kind}_implementation{suffix}"
+    for kind in ("attn", "experts")
+    for prefix in ("", "_")
+    for suffix in ("", "_internal")
+} | {"auto_map", "custom_pipelines"}
+
+
+def for_construction(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config as a class of transformers takes it: without keys that choose the code."""
+    decoded: dict[str, Any] = decode_special_floats(_without_code(config))
+    return decoded
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_code(inner) for key, inner in value.items() if key not in _CODE_KEYS}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
 def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
     """Return axes and facts of :func:`described`, whatever is stored."""
     return described(config)[:2]
