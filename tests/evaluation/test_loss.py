@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,48 @@ def test_a_config_chooses_no_code(
     folder = damaged(tmp_path / "m", **{key: "kernels-community/flash-attn2"})
     load(folder, **({"tokens": TOKENS} if load is fastshard.loss else {}))
     assert asked == [], "transformers downloads and runs it"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"hidden_act": "none"}, {"rope_parameters": {"rope_type": "yarn"}}, {"rms_norm_eps": "x"}]
+)
+def test_a_config_that_the_class_does_not_take_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    finding = refuse("FS514", lambda: fastshard.loss(damaged(tmp_path / "m", **settings), tokens=TOKENS))
+    assert "cannot be built from the config" in finding.message
+
+
+@pytest.mark.parametrize("device", ["none", "meta", "mps:7", "ipu"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    refuse("FS515", lambda: fastshard.loss(trained(), tokens=TOKENS, device=device))
+    assert fastshard.loss(trained(), tokens=TOKENS, device=torch.device("cpu")).ok  # type: ignore[arg-type]
+
+
+def test_threads_leave_torch_as_it_was() -> None:
+    register = torch.nn.Module.register_parameter
+    inside, outside = threading.Event(), threading.Event()
+    built: list[torch.nn.Module] = []
+
+    def build() -> None:
+        with layerwise_model._parameters_on_meta():
+            inside.set()
+            assert outside.wait(60)
+            built.append(torch.nn.Linear(2, 2))
+
+    def build_again() -> None:
+        with layerwise_model._parameters_on_meta():
+            built.append(torch.nn.Linear(2, 2))
+
+    first, second = threading.Thread(target=build), threading.Thread(target=build_again)
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    second.join(0.2)
+    assert not torch.nn.Linear(2, 2).weight.is_meta, "of a thread that builds a model of its own"
+    outside.set()
+    first.join()
+    second.join()
+    assert [one.weight.is_meta for one in built] == [True, True]  # type: ignore[union-attr]
+    assert torch.nn.Module.register_parameter is register
 
 
 def test_sequences_are_no_longer_than_the_model_takes() -> None:

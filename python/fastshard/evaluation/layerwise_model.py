@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,8 @@ class LayerwiseModel:
     Raises:
         FastshardError: ``FS514`` for a model that is no causal language model of the installed transformers,
             or if this version lacks what loads tensors one by one; ``FS102`` or ``FS108`` if a tensor of the
-            model is missing, or is unexpected; ``FS201`` for a wrong shape.
+            model is missing, or is unexpected; ``FS201`` for a wrong shape; ``FS515`` for a device that is
+            not there.
     """
 
     def __init__(self, view: PlannedView, device: str = "cpu") -> None:
@@ -86,7 +88,7 @@ class LayerwiseModel:
 
         self._loading = _import_loading()
         self.view = view
-        self.device = torch.device(device)
+        self.device = _choose_device(device)
         self.config = _find_config(view)
         self.class_name = _find_class_name(self.config)
         self.dtype: torch.dtype = getattr(torch, view.plan.main_dtype or "float32")
@@ -527,32 +529,75 @@ def _build(class_name: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """Build a model with its parameters on the meta device and its buffers in memory.
 
     Buffers that no file has are computed by the constructors.
+
+    Raises:
+        FastshardError: ``FS514`` for a config that the class does not take.
     """
     import transformers
 
     kind = getattr(transformers, class_name)
-    with _hide_progress(), _parameters_on_meta():
-        return kind._from_config(kind.config_class.from_dict(config), dtype=dtype).eval()
+    try:
+        with _hide_progress(), _parameters_on_meta():
+            return kind._from_config(kind.config_class.from_dict(config), dtype=dtype).eval()
+    except Exception as error:
+        # Each class checks its config in its own way.
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            f"{class_name} of transformers {transformers.__version__} cannot be built from the config: "
+            f"{type(error).__name__}: {error}",
+            file="config.json",
+            help="look for a wrong value in the config, or use the version of transformers that it states",
+        ) from error
+
+
+def _choose_device(device: Any) -> torch.device:
+    """Return the device that computes.
+
+    Raises:
+        FastshardError: ``FS515`` for a device that torch does not have here.
+    """
+    import torch
+
+    try:
+        chosen = torch.device(device)
+        # What torch was built without, or no driver finds, fails when it is used.
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise FastshardError.of(
+            codes.USAGE, f"no such device: {str(error).splitlines()[0]}", got=str(device)
+        ) from None
+    if chosen.type == "meta":
+        raise FastshardError.of(codes.USAGE, "no device that computes", got=str(device))
+    return chosen
+
+
+#: Held while a method of torch's Module is replaced: another thread would keep the replacement for ever.
+_building = threading.Lock()
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it, before it is initialised."""
+    """Move each parameter to the meta device when a module registers it, before it is initialised.
+
+    Modules that other threads build meanwhile are as they always are.
+    """
     import torch
 
-    register = torch.nn.Module.register_parameter
+    own_thread = threading.get_ident()
 
     def register_on_meta(module: Any, name: str, parameter: Any) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == own_thread:
             own = module._parameters[name]
             module._parameters[name] = torch.nn.Parameter(own.to("meta"), requires_grad=own.requires_grad)
 
-    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with _building:
+        register = torch.nn.Module.register_parameter
+        torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
