@@ -236,6 +236,72 @@ def test_a_damaged_record_is_refused(change: Callable[[Tensors], object], tmp_pa
     assert error.value.findings[0].code == "FS211"
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layers.1": torch.zeros(4, 16, 0)},
+        {"layers.1": torch.zeros(4, 16, 32, dtype=torch.complex64)},
+        {"logits": torch.zeros(4, 16, 3)},
+        {"tokens": TOKENS.float()},
+        {"tokens": -TOKENS},
+        {"tokens": torch.zeros(4, 0, dtype=torch.int64)},
+    ],
+    ids=["no-width", "complex", "narrow-logits", "float-tokens", "negative-tokens", "no-tokens"],
+)
+def test_a_record_of_what_is_no_output_proves_nothing(values: Tensors, tmp_path: Path) -> None:
+    file = tmp_path / "layers.safetensors"
+    record(transformers.AutoModelForCausalLM.from_pretrained(trained()), TOKENS, file)
+    metadata = {
+        "fastshard.record": json.dumps({"version": "1", "class": "", "layers": 3, "dtype": "float32"})
+    }
+    save_file(load_file(file) | values, file, metadata)
+    with pytest.raises(fastshard.FastshardError, match="record of a trainer") as error:
+        fastshard.layers(file, trained())
+    assert error.value.findings[0].code == "FS211"
+
+
+@pytest.mark.parametrize("document", ['{"version": "1", "layers": Infinity}', "[" * 100_000])
+def test_a_hostile_record_is_refused(document: str, tmp_path: Path) -> None:
+    file = tmp_path / "layers.safetensors"
+    save_file({"tokens": TOKENS}, file, {"fastshard.record": document})
+    with pytest.raises(fastshard.FastshardError, match="record of a trainer"):
+        fastshard.layers(file, trained())
+
+
+def test_hidden_states_of_another_width_differ(tmp_path: Path) -> None:
+    file = tmp_path / "layers.safetensors"
+    record(transformers.AutoModelForCausalLM.from_pretrained(trained()), TOKENS, file)
+    metadata = {
+        "fastshard.record": json.dumps({"version": "1", "class": "", "layers": 3, "dtype": "float32"})
+    }
+    tensors = load_file(file)
+    save_file(tensors | {"layers.1": tensors["layers.1"][..., :3].contiguous()}, file, metadata)
+    compared = fastshard.layers(file, trained())
+    assert "layers.1" in compared.differing and not compared.ok
+
+
+@pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1.0])
+def test_a_tolerance_that_is_no_number_is_refused(tolerance: float) -> None:
+    with pytest.raises(fastshard.FastshardError, match="tolerance") as error:
+        fastshard.layers(trained(), trained(), tokens=TOKENS, tolerance=tolerance)
+    assert error.value.findings[0].code == "FS515"
+
+
+def test_a_record_takes_the_place_of_a_record_alone(tmp_path: Path) -> None:
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(trained())
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2)}, weights)
+    with pytest.raises(fastshard.FastshardError, match="is no record"):
+        record(trainer, TOKENS, weights)
+    assert load_file(weights)["a"].tolist() == [1, 1]
+    with pytest.raises(fastshard.FastshardError, match="ends with"):
+        record(trainer, TOKENS, tmp_path / "record")
+    with pytest.raises(fastshard.FastshardError, match="no such folder"):
+        record(trainer, TOKENS, tmp_path / "none" / "r.safetensors")
+    for _ in range(2):
+        record(trainer, TOKENS, tmp_path / "r.safetensors")
+
+
 def test_a_record_has_its_own_tokens(tmp_path: Path) -> None:
     file = tmp_path / "layers.safetensors"
     record(transformers.AutoModelForCausalLM.from_pretrained(trained()), TOKENS, file)

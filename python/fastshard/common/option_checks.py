@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import re
@@ -130,6 +131,19 @@ def value(name: str, given: Any) -> Any:
         raise refused(name, "something", given)
     check = _CHECKS.get(option.kind)
     return given if check is None else check(option, given)
+
+
+def check_finite(name: str, given: float | None, *, least: float = -math.inf) -> None:
+    """Check the number of an option: no NaN, with which each comparison is false, and not below the least.
+
+    Raises:
+        FastshardError: ``FS515``.
+    """
+    if given is None:
+        return
+    if not isinstance(given, (int, float)) or not math.isfinite(given) or given < least:
+        expected = "a number" if least == -math.inf else f"a number from {least:g}"
+        raise refused(name, expected, given)
 
 
 def _switch(option: Option, given: Any) -> bool:

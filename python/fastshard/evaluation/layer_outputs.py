@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common import codes
+from ..common import codes, safe_files
 from ..common.errors import FastshardError
+from ..common.option_checks import refused
 from ..common.options import StrPath
 from ..common.records import dataclass
 from .layerwise_model import LayerwiseModel, Unit
@@ -24,6 +26,7 @@ EMBEDDING, HEAD, LOGITS = "input_embedding", "head", "logits"
 #: Marks a file as a record, in the metadata of its header.
 _MARK = "fastshard.record"
 _VERSION = "1"
+_ENDING = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,13 @@ def record(
         inputs: further arguments that the model is called with, e.g. ``position_ids`` and ``attention_mask``.
 
     Raises:
-        FastshardError: ``FS515`` if the layers cannot be found, or the outputs do not have the tokens' shape.
+        FastshardError: ``FS515`` if the layers cannot be found, or the outputs do not have the tokens' shape;
+            ``FS504`` if the file exists and is no record, ``FS501`` if its folder is missing.
     """
     import torch
     from safetensors.torch import save_file
 
+    file = _check_place(path)
     ids = torch.as_tensor(tokens)
     if ids.dim() != 2 or ids.shape[0] == ids.shape[1]:
         raise FastshardError.of(
@@ -159,18 +164,30 @@ def record(
     }
     save_file(
         {"tokens": ids.to(torch.int64).contiguous(), **outputs},
-        str(path),
+        str(file),
         metadata={_MARK: json.dumps(document)},
     )
 
 
+def _check_place(path: StrPath) -> Path:
+    """Return the path at which a record is written, with links followed.
+
+    Raises:
+        FastshardError: as :func:`record`.
+    """
+    if not str(path).endswith(_ENDING):
+        raise refused("path", f"a name that ends with {_ENDING}", str(path))
+    file = safe_files.replaceable(path)
+    if file.exists() and not is_record(path):
+        raise FastshardError.of(
+            codes.OUT_EXISTS, "exists and is no record", file=str(path), help="choose another name"
+        )
+    return file
+
+
 def is_record(path: Any) -> bool:
     """Return True if a path names a file that :func:`record` has written."""
-    if (
-        not isinstance(path, (str, Path))
-        or not str(path).endswith(".safetensors")
-        or not Path(path).is_file()
-    ):
+    if not isinstance(path, (str, Path)) or not str(path).endswith(_ENDING) or not Path(path).is_file():
         return False
     from safetensors import SafetensorError, safe_open
 
@@ -196,13 +213,29 @@ def read_record(path: StrPath) -> LayerOutputs:
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']}")
         tokens, count = tensors.pop("tokens"), int(document["layers"])
-        needed = [EMBEDDING, LOGITS, *(f"layers.{at}" for at in range(count))]
-        if absent := [name for name in needed if name not in tensors]:
-            raise ValueError(f"without {absent[0]}")
-        wrong = next((n for n, t in tensors.items() if t.shape[:2] != tokens.shape or t.dim() != 3), None)
+        needed = chain([EMBEDDING, LOGITS], (f"layers.{at}" for at in range(count)))
+        if (absent := next((name for name in needed if name not in tensors), None)) is not None:
+            raise ValueError(f"without {absent}")
+        if str(tokens.dtype) != "torch.int64" or not tokens.numel() or int(tokens.min()) < 0:
+            raise ValueError("its tokens are no ids")
+        if no_float := [name for name, tensor in tensors.items() if not tensor.dtype.is_floating_point]:
+            raise ValueError(f"{no_float[0]} is no output")
+        if tensors[LOGITS].shape[-1] <= int(tokens.max()):
+            raise ValueError("its logits are of another vocabulary than its tokens")
+        fits = {n: t.dim() == 3 and t.shape[:2] == tokens.shape and t.numel() for n, t in tensors.items()}
+        wrong = next((name for name, is_fit in fits.items() if not is_fit), None)
         if wrong is not None:
             raise ValueError(f"{wrong} has another shape than the tokens")
-    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise FastshardError.of(
             codes.BAD_VALUE,
             f"the record of a trainer's layers cannot be read: {error}",

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import runs
+from ..common.option_checks import check_finite
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.records import asdict, dataclass
 from ..conversion.load_model import open_view
 from ..evaluation import layer_outputs
-from ..evaluation.layer_outputs import EMBEDDING, LOGITS, LayerOutputs, Namer, is_record, read_record
+from ..evaluation.layer_outputs import EMBEDDING, HEAD, LOGITS, LayerOutputs, Namer, is_record, read_record
 from ..evaluation.layerwise_model import LayerwiseModel, Unit
 from ..evaluation.token_batches import make_batch
 
@@ -151,6 +152,7 @@ def layers(
         FastshardError: as :func:`fastshard.loss`; ``FS515`` if the models have another number of layers.
         ImportError: without transformers and torch.
     """
+    check_finite("tolerance", tolerance, least=0)
     limit = memory_budget.get_limit()
     with Progress(progress) as bar:
         if is_record(a):
@@ -255,7 +257,9 @@ def _compare(
         theirs = right.outputs.get(name)
         if theirs is None or theirs.shape[:-1] != own.shape[:-1]:
             return None
-        seen[name] = _measure(theirs, own)
+        # Only a vocabulary is padded: of hidden states of another width nothing is common.
+        is_comparable = theirs.shape == own.shape or name == HEAD
+        seen[name] = _measure(theirs, own) if is_comparable else (math.inf, math.inf)
         return theirs.to(own) if theirs.shape == own.shape else None
 
     logits = model.run(right.tokens, on_load=on_load, on_input=replace_input, on_output=replace_output)
