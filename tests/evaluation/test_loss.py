@@ -110,6 +110,33 @@ def test_an_expected_loss_is_a_gate(tmp_path: Path) -> None:
     assert cli(*command, "--tolerance", "0.6").code == 2
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expect_loss": math.nan},
+        {"expect_loss": 1.0, "tolerance": math.nan},
+        {"expect_loss": 1.0, "tolerance": math.inf},
+        {"expect_loss": 1.0, "tolerance": -0.1},
+    ],
+)
+def test_a_gate_of_what_is_no_number_is_refused(options: dict[str, float]) -> None:
+    refuse("FS515", lambda: fastshard.loss(trained(), tokens=TOKENS, **options))  # type: ignore[arg-type]
+
+
+def test_tokens_that_were_left_out_are_named_where_the_loss_differs() -> None:
+    tokens = make_tokens(8, 40, seed=5)
+    [finding] = fastshard.loss(trained(), tokens=tokens, sequence_length=16, expect_loss=1.0).findings
+    assert finding.code == "FS319" and "192 tokens were left out" in str(finding.help)
+    [finding] = fastshard.loss(trained(), tokens=tokens, expect_loss=1.0).findings
+    assert finding.help is None
+
+
+def test_one_token_has_a_loss_without_a_standard_error(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("[1, 2]")
+    done = cli("loss", trained(), "--tokens", tmp_path / "t.json", "--json")
+    assert done.doc["standard_error"] is None and done.code == 1
+
+
 def test_a_loss_as_of_an_untrained_model_is_an_error(tmp_path: Path) -> None:
     torch.manual_seed(1)
     untrained = damaged(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding
 from ..common.log import log
+from ..common.option_checks import check_finite
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.records import asdict, dataclass
@@ -93,8 +94,10 @@ def describe_loss(record: Mapping[str, Any]) -> str:
     """Describe a loss in one line, from the figures of :meth:`Loss.to_dict`, as a manifest keeps them."""
     if record["loss"] is None:
         return f"the loss is not a number, on {record['tokens']} tokens of {record['text']}"
+    # One token has no standard error.
+    error = "" if record["standard_error"] is None else f" +- {record['standard_error']:.4f}"
     return (
-        f"loss {record['loss']:.4f} +- {record['standard_error']:.4f} over {record['tokens']} tokens of "
+        f"loss {record['loss']:.4f}{error} over {record['tokens']} tokens of "
         f"{record['text']}, by {record['model_class']} of transformers {record['transformers']}"
     )
 
@@ -118,6 +121,8 @@ def measure_loss(
     """
     if sequence_length < 2 or max_tokens < 2:
         raise FastshardError.of(codes.USAGE, "a loss needs sequences of two tokens or more")
+    check_finite("expect_loss", expect_loss)
+    check_finite("tolerance", tolerance, least=0)
     if tolerance is not None and expect_loss is None:
         raise FastshardError.of(
             codes.USAGE, "a tolerance without the loss that is expected", run=["--expect-loss X"]
@@ -171,7 +176,7 @@ def _judge(
     error = float(losses.std() / math.sqrt(count)) if count > 1 else math.inf
     untrained = math.log(model.vocab_size)
     by_frequency = _entropy(batch.ids[:, max(batch.prefix, 1) :].flatten().tolist())
-    findings = _find(mean, untrained, by_frequency, expected, tolerance, batch.origin)
+    findings = _find(mean, untrained, by_frequency, expected, tolerance, batch)
     gate = model.view.checkpoint.opened.gate
     return Loss(
         loss=mean,
@@ -198,9 +203,15 @@ def _judge(
 
 
 def _find(
-    mean: float, untrained: float, by_frequency: float, expected: float | None, tolerance: float, origin: str
+    mean: float,
+    untrained: float,
+    by_frequency: float,
+    expected: float | None,
+    tolerance: float,
+    batch: Batch,
 ) -> list[Finding]:
     """Find what is wrong with a loss; an expected one decides alone."""
+    origin = batch.origin
     if not math.isfinite(mean):
         return [Finding.of(codes.UNTRAINED, "the loss is not a number", got=str(mean), file=origin)]
     if expected is not None:
@@ -213,6 +224,10 @@ def _find(
                 expected=f"{expected:.4f} +- {tolerance:g}",
                 got=f"{mean:.4f}",
                 file=origin,
+                help=f"{batch.left_out} tokens were left out (sequence_length, max_tokens, the model's "
+                "positions): give the loss of the others alone, or raise the limits"
+                if batch.left_out
+                else None,
             )
         ]
     if mean >= _UNTRAINED * untrained:

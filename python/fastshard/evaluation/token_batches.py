@@ -38,6 +38,8 @@ class Batch:
     prefix: int
     #: Where they are from, for messages.
     origin: str
+    #: Number of ids that were given, and have no place in it.
+    left_out: int
 
     @property
     def count(self) -> int:
@@ -66,11 +68,12 @@ def make_batch(model: LayerwiseModel, text: StrPath | None, tokens: Any, length:
     length = min(length, model.max_length or length)
     if tokens is not None:
         ids, origin = _as_tensor(tokens)
-        batch = Batch(_divide(ids, length, most, []), 0, origin)
+        prefix: list[int] = []
     else:
         words, origin = (_read_sample(), _SAMPLE) if text is None else (_read_text(text), str(text))
-        plain, prefix = _encode(model.view, words)
-        batch = Batch(_divide(plain, length, most, prefix), len(prefix), origin)
+        ids, prefix = _encode(model.view, words)
+    divided = _divide(ids, length, most, prefix)
+    batch = Batch(divided, len(prefix), origin, ids.numel() - divided.numel() + len(divided) * len(prefix))
     largest = int(batch.ids.max())
     if int(batch.ids.min()) < 0 or largest >= model.vocab_size:
         raise FastshardError.of(

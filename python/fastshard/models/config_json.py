@@ -155,7 +155,14 @@ _CODE_KEYS = {
     for kind in ("attn", "experts")
     for prefix in ("", "_")
     for suffix in ("", "_internal")
-} | {"auto_map", "custom_pipelines"}
+} | {
+    "auto_map",
+    "custom_generate",
+    "custom_pipelines",
+    "kernel_config",
+    "use_kernels",
+    "use_pretrained_backbone",
+}
 
 
 def for_construction(config: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def describe_recorded_loss(document: dict[str, Any] | None) -> str:
     """Describe the loss that a manifest records; empty if there is none, or if it is malformed."""
     try:
         return describe_loss(document["values"]["loss"]) if document is not None else ""
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return ""
 
 
