@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from fastshard import Finding
+from fastshard.integrations import save_guard
+from fastshard.integrations.save_guard import SaveGuard, StepVerdict
+from fastshard.integrations.transformers import CheckpointGuard
 from jobs import needs_mounts, run_job
 from safetensors.numpy import load_file
 
@@ -69,9 +74,6 @@ def test_the_step_that_a_training_resumed_from_stays_until_a_later_one_is_verifi
 
 
 def test_what_is_not_verified_when_training_ends_is_warned_of(tmp_path: Path) -> None:
-    from fastshard.integrations import save_guard
-    from fastshard.integrations.transformers import CheckpointGuard
-
     callback = CheckpointGuard(wait=0)
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     run = save_guard._Run(tmp_path / "checkpoint-1", waiting, io.BytesIO(), io.BytesIO())
@@ -81,6 +83,92 @@ def test_what_is_not_verified_when_training_ends_is_warned_of(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="checkpoint-1: its verification has not ended yet"):
         callback.on_train_end(args, state, None)
     run.stop()
+
+
+class Saves:
+    """Saves of a training in a folder, of which a callback hears; each verification has the given result."""
+
+    def __init__(self, folder: Path, callback: CheckpointGuard, limit: int | None = 1) -> None:
+        self.folder, self.callback = folder, callback
+        self.args = SimpleNamespace(
+            output_dir=str(folder),
+            save_total_limit=limit,
+            should_save=True,
+            save_on_each_node=False,
+            process_index=0,
+            world_size=1,
+        )
+        callback.on_train_begin(self.args, self._state(0), None)
+
+    def save(self, step: int, *, full: bool, best: Path | None = None) -> None:
+        path = self.folder / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        self.callback.on_save(self.args, self._state(step, best), None)
+        if full:
+            self.callback.guard._verdicts[path] = StepVerdict(path, (), is_full=True)
+
+    @property
+    def present(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+    def _state(self, step: int, best: Path | None = None) -> SimpleNamespace:
+        return SimpleNamespace(
+            is_hyper_param_search=False,
+            global_step=step,
+            best_model_checkpoint=None if best is None else str(best),
+        )
+
+
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What headers show of each save; no process starts."""
+    found: list[Finding] = []
+    monkeypatch.setattr(save_guard, "_check_headers", lambda path, reference: found)
+    monkeypatch.setattr(SaveGuard, "_start_next", lambda self: setattr(self, "_waiting", None))
+    return found
+
+
+def test_a_training_without_a_limit_keeps_all_after_one_that_failed(
+    headers: list[Finding], tmp_path: Path
+) -> None:
+    callback = CheckpointGuard()
+    Saves(tmp_path / "failed", callback, limit=1)
+    saves = Saves(tmp_path / "out", callback, limit=None)
+    for step in (1, 2, 3):
+        saves.save(step, full=True)
+    assert saves.present == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_the_best_step_stays_under_another_path(headers: list[Finding], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    saves = Saves(tmp_path / "link", CheckpointGuard())
+    for step in (1, 2, 3):
+        saves.save(step, full=True, best=tmp_path / "out" / "checkpoint-1")
+    assert saves.present == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    saves.save(4, full=True, best=tmp_path / "out" / "checkpoint-1")
+    assert saves.present == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+
+
+def test_a_new_step_stays_beside_higher_ones_of_an_earlier_training(
+    headers: list[Finding], tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "checkpoint-1000").mkdir(parents=True)
+    saves = Saves(tmp_path / "out", CheckpointGuard())
+    saves.save(1, full=True)
+    saves.save(2, full=False)
+    assert saves.present == ["checkpoint-1", "checkpoint-1000", "checkpoint-2"]
+
+
+def test_a_good_step_stays_if_the_verified_one_was_deleted(headers: list[Finding], tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "out", CheckpointGuard())
+    saves.save(1, full=True)
+    saves.save(2, full=False)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1")
+    headers.append(Finding.of("FS101", "the file is missing"))
+    with pytest.warns(UserWarning, match="checkpoint-3"):
+        saves.save(3, full=False)
+    assert saves.present == ["checkpoint-2", "checkpoint-3"]
 
 
 @needs_mounts

@@ -191,13 +191,17 @@ class SaveGuard:
 
     @property
     def last_proven(self) -> Path | None:
-        """The last save without an error: by all of its data, or by headers if no result has come yet."""
-        return next((v.path for v in reversed(self._verdicts.values()) if v.ok), None)
+        """The last save without an error: by all of its data, or by headers if no result has come yet.
+
+        A save that was deleted since does not count.
+        """
+        return next((v.path for v in reversed(self._verdicts.values()) if v.ok and v.path.exists()), None)
 
     @property
     def last_verified(self) -> Path | None:
-        """The last save whose full verification found no error."""
-        return next((v.path for v in reversed(self._verdicts.values()) if v.ok and v.is_full), None)
+        """The last save whose full verification found no error, and that was not deleted since."""
+        full = (v.path for v in reversed(self._verdicts.values()) if v.ok and v.is_full)
+        return next((path for path in full if path.exists()), None)
 
     @property
     def unfinished(self) -> list[Path]:

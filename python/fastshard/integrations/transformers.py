@@ -47,6 +47,8 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         """
         self._options: dict[str, Any] = {"like": like, "on_failure": on_failure, "threads": threads}
         self._timeout, self._wait = timeout, wait
+        #: Arguments of the training whose limit the guard took over, and the limit.
+        self._args: Any = None
         self._limit: int | None = None
         #: The checkpoint that the training resumed from, if it is in the folder of saves.
         self._resumed: Path | None = None
@@ -71,6 +73,9 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         else:
             self.guard = SaveGuard(rank=args.process_index, world=args.world_size, **options)
             self.guard.before_training(args.output_dir, timeout=self._timeout)
+        if args is not self._args:
+            # A training that ended by an exception did not give its limit back.
+            self._args, self._limit = args, None
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
 
@@ -108,12 +113,15 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         """Delete the oldest checkpoints beyond the limit that nothing protects."""
         if self._limit is None or self._limit <= 0:
             return
-        checkpoints = _list_checkpoints(Path(args.output_dir).absolute())
+        folder = Path(args.output_dir).absolute()
+        checkpoints = _list_checkpoints(folder)
         verified = self.guard.last_verified
         good = {verified} if verified is not None else {self.guard.last_proven, self._resumed}
-        kept = {*good, *self.guard.unfinished, *checkpoints[-1:]}
+        # Of an earlier training in the folder may be higher steps than that of the new checkpoint.
+        kept = {*good, *self.guard.unfinished, *checkpoints[-1:], _checkpoint(args, state)}
         if state.best_model_checkpoint is not None:
-            kept.add(Path(state.best_model_checkpoint).absolute())
+            # By its name: a training that resumed has the path of another working directory, or of a link.
+            kept.add(folder / Path(state.best_model_checkpoint).name)
         remaining = len(checkpoints)
         for checkpoint in checkpoints:
             if remaining <= self._limit:
