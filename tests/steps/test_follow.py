@@ -114,6 +114,27 @@ def test_a_step_with_errors_is_told_once_and_again_when_it_changes(tmp_path: Pat
     assert names(following.follow_once()) == [("checkpoint-2", "complete")]
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["from-the-beginning", "judged"])
+def test_a_complete_step_that_is_saved_anew_is_judged_again(is_known: bool, tmp_path: Path) -> None:
+    clock, run = Clock(), copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
+    if not is_known:
+        (run / "checkpoint-2").rename(tmp_path / "later")
+    following = follower(run, clock)
+    if not is_known:
+        (tmp_path / "later").rename(run / "checkpoint-2")
+        following.follow_once()
+        clock.now += REST
+        assert names(following.follow_once()) == [("checkpoint-2", "complete")]
+    # A run that went back to an older step saves this one again.
+    shutil.rmtree(run / "checkpoint-2")
+    shutil.copytree(HF, run / "checkpoint-2")
+    (run / "checkpoint-2" / SHARD).unlink()
+    assert following.follow_once() == []
+    clock.now += REST
+    assert names(following.follow_once()) == [("checkpoint-2", "incomplete")]
+    assert following.follow_once() == []
+
+
 def test_other_tensors_than_in_the_step_before_are_errors(tmp_path: Path) -> None:
     """Without a config nothing else says that a tensor is missing."""
     clock, run = Clock(), tmp_path / "run"

@@ -102,11 +102,17 @@ class _Pending:
     since: float
 
 
+#: Inode and times of a folder.
+_Mark = tuple[int, int, int]
+
+
 @dataclass
 class _Known:
-    """Steps that were judged: the files of those with errors, and the tensors of the last complete one."""
+    """Steps that were judged: their files, and the tensors of the last complete one."""
 
-    complete: set[str] = field(default_factory=set)
+    complete: dict[str, FileStates] = field(default_factory=dict)
+    #: Marks of the folders of complete steps: their files are only listed again if one has changed.
+    marks: dict[str, _Mark] = field(default_factory=dict)
     failed: dict[str, FileStates] = field(default_factory=dict)
     tensors: dict[str, dict[str, _Tensor]] = field(default_factory=dict)
 
@@ -140,12 +146,16 @@ class RunFollower:
         self._known = _Known()
         if self._find_folder() is not None:
             steps = list_steps(run, memory=memory, **opening)
-            self._known.complete = {step.name for step in steps.steps if step.complete}
+            for step in steps.steps:
+                if step.complete:
+                    self._known.marks[step.name] = _mark(Path(step.path))
+                    self._known.complete[step.name] = read_file_states(Path(step.path))
 
     def follow_once(self) -> list[FollowedStep]:
         """Judge the steps whose save was completed since the last round, oldest first.
 
-        A step with errors is judged again when its files have changed and rest again.
+        A step is judged again when its files have changed and rest again: it was saved anew. A change of a
+        complete step is seen by its folder: a file or a folder in it has come, gone or taken another's place.
         """
         folder = self._find_folder()
         if folder is None:
@@ -155,7 +165,7 @@ class RunFollower:
         named = set(match_trackers(names, trackers).values())
         followed = []
         for name in names:
-            if name not in self._known.complete and self._is_saved(folder / name, name in named):
+            if not self._is_complete(folder / name) and self._is_saved(folder / name, name in named):
                 one = self._judge(folder, name, names)
                 followed += [] if one is None else [one]
         return followed
@@ -173,6 +183,21 @@ class RunFollower:
                 return None
             raise
 
+    def _is_complete(self, path: Path) -> bool:
+        """Return True for a step that was complete when it was judged, and is the same since."""
+        known, name = self._known, path.name
+        if name not in known.complete:
+            return False
+        mark = _mark(path)
+        if mark == known.marks[name]:
+            return True
+        if read_file_states(path) == known.complete[name]:
+            known.marks[name] = mark
+            return True
+        del known.complete[name], known.marks[name]
+        known.tensors.pop(name, None)
+        return False
+
     def _is_saved(self, path: Path, is_named: bool) -> bool:
         """Return True if the files of a step will not change any more, as far as can be known."""
         states = read_file_states(path)
@@ -185,7 +210,7 @@ class RunFollower:
 
     def _judge(self, folder: Path, name: str, names: list[str]) -> FollowedStep | None:
         """Judge a step; None if its files change while it is read: a later round judges it."""
-        states = self._pending[name].states
+        states, mark = self._pending[name].states, _mark(folder / name)
         step = judge_step(
             folder / name, verify=self._verify, state=self._state, memory=self._memory, **self._opening
         )
@@ -205,7 +230,7 @@ class RunFollower:
             self._known.failed[name] = states
             return None
         if followed.finding is None:
-            self._known.complete.add(name)
+            self._known.complete[name], self._known.marks[name] = states, mark
             self._known.failed.pop(name, None)
         else:
             self._known.failed[name] = states
@@ -243,6 +268,15 @@ class RunFollower:
             name: _with_values(tensor, hashes.get(name), stats[name]) if name in stats else tensor
             for name, tensor in tensors.items()
         }
+
+
+def _mark(folder: Path) -> _Mark:
+    """Return the inode and the times of a folder; zeros if it is gone."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _with_values(tensor: _Tensor, hash: str | None, stats: dict[str, Any]) -> _Tensor:
