@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -70,7 +71,10 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
         if change.changed:
             content = safe_files.read_text(folder / change.file, len(change.before.encode()) + 4096)
             # What stands around the name stays: the line break that some trainers write.
+            mode = stat.S_IMODE((folder / change.file).stat().st_mode)
             safe_files.replace(folder / change.file, [content.replace(change.before, change.after, 1)])
+            # Others of a group may have to write it: the trainer does at its next save.
+            (folder / change.file).chmod(mode)
             _sync(folder)
     return changes
 
