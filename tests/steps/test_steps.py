@@ -294,3 +294,31 @@ def test_a_state_in_the_run_or_of_another_run_is_refused(tmp_path: Path) -> None
     fastshard.list_steps(run, verify=True, state=tmp_path / "state", memory="2GiB")
     with pytest.raises(fastshard.FastshardError, match="not of this run"):
         fastshard.list_steps(other, verify=True, state=tmp_path / "state", memory="2GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("checkpoint-1.files.json", "[" * 10_000),
+        ("checkpoint-1.files.json", "{"),
+        ("checkpoint-1.manifest.json", "{"),
+    ],
+)
+def test_a_damaged_state_says_nothing_about_a_step(name: str, content: str, tmp_path: Path) -> None:
+    run, state = copy_steps(HF, tmp_path / "run", "checkpoint-1"), tmp_path / "state"
+    fastshard.list_steps(run, verify=True, state=state, memory="2GiB")
+    (state / name).write_text(content)
+    # Its manifest is used when it has changed.
+    (run / "checkpoint-1" / "more.txt").write_text("more")
+    with pytest.raises(fastshard.FastshardError, match="state of a step is damaged") as error:
+        fastshard.list_steps(run, verify=True, state=state, memory="2GiB")
+    assert error.value.findings[0].code == "FS515" and error.value.findings[0].file == str(state / name)
+
+
+def test_a_tracker_keeps_its_mode(tmp_path: Path) -> None:
+    run = copy_steps(HF, tmp_path / "run", "step-1", "step-2")
+    shutil.rmtree(run / "step-2")
+    (run / "latest").write_text("step-2")
+    (run / "latest").chmod(0o664)
+    fastshard.fix_trackers(fastshard.list_steps(run))
+    assert (run / "latest").read_text() == "step-1" and (run / "latest").stat().st_mode & 0o777 == 0o664

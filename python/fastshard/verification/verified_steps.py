@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.manifests import is_manifest
 from ..common import codes, json_text, safe_files
 from ..common.errors import FastshardError
 from ..common.options import StrPath
@@ -69,9 +70,12 @@ class VerifiedSteps:
         """Return the manifest of a step that was verified before; None for another step.
 
         Raises:
-            FastshardError: ``FS515`` if it is of a step of the same name in another run.
+            FastshardError: ``FS515`` if it is of a step of the same name in another run, or damaged, which
+                says nothing about the step.
         """
         path = self._manifest(step)
+        if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
+            raise _damaged(path, "no manifest")
         return path if safe_files.is_file(path) and self._read(step) is not None else None
 
     def is_unchanged(self, step: Path, states: FileStates) -> bool:
@@ -103,7 +107,10 @@ class VerifiedSteps:
         path = self._states(step)
         if not safe_files.is_file(path):
             return None
-        document = safe_files.read_object(path, safe_files.MAX_INDEX)
+        try:
+            document = safe_files.read_object(path, safe_files.MAX_INDEX)
+        except FastshardError as error:
+            raise _damaged(path, error.findings[0].message) from None
         if document.get("format") != _FORMAT or document.get("step") != os.path.realpath(step):
             raise FastshardError.of(
                 codes.USAGE,
@@ -120,3 +127,12 @@ class VerifiedSteps:
 
     def _states(self, step: Path) -> Path:
         return self._folder / f"{step.name}.files.json"
+
+
+def _damaged(path: Path, why: str) -> FastshardError:
+    return FastshardError.of(
+        codes.USAGE,
+        f"the state of a step is damaged: {why}",
+        file=os.fspath(path),
+        help="delete this file; then the step is read again",
+    )
