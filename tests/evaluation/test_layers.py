@@ -132,7 +132,7 @@ def test_models_of_another_dtype_are_compared_within_rounding(tmp_path: Path) ->
 
 def test_models_with_another_number_of_layers_are_refused(tmp_path: Path) -> None:
     model("llama", tmp_path / "four")
-    with pytest.raises(fastshard.FastshardError, match="another number of layers"):
+    with pytest.raises(fastshard.FastshardError, match="different numbers of layers"):
         fastshard.layers(trained(), tmp_path / "four", tokens=TOKENS)
 
 
@@ -307,3 +307,17 @@ def test_a_record_has_its_own_tokens(tmp_path: Path) -> None:
     record(transformers.AutoModelForCausalLM.from_pretrained(trained()), TOKENS, file)
     with pytest.raises(fastshard.FastshardError, match="own tokens"):
         fastshard.layers(file, trained(), tokens=TOKENS)
+
+
+def test_what_the_tokens_do_not_reach_is_not_checked(tmp_path: Path) -> None:
+    other = damaged(tmp_path / "b", lambda t: t["model.embed_tokens.weight"][31].zero_())
+    tokens = TOKENS[:, :4] % 31
+    assert 31 not in tokens
+    ran = cli("layers", trained(), other, "--tokens", write_tokens(tmp_path, tokens), json_output=False)
+    assert ran.code == 0 and "not checked: that what these tokens do not reach" in ran.err + ran.out
+
+
+def write_tokens(folder: Path, tokens: torch.Tensor) -> Path:
+    file = folder / "tokens.json"
+    file.write_text(json.dumps(tokens.tolist()))
+    return file

@@ -217,12 +217,12 @@ def test_ids_in_one_dimension_are_divided_into_sequences() -> None:
     ("tokens", "words"),
     [
         ([1], "two tokens"),
-        ([], "no token ids"),
-        ([[1, 2], [3]], "no token ids"),
-        ([0.5, 1.5], "no token ids"),
-        (["a", "b"], "no token ids"),
-        ([[[1, 2]]], "no token ids"),
-        ([True, False, True], "no token ids"),
+        ([], "not token ids"),
+        ([[1, 2], [3]], "not token ids"),
+        ([0.5, 1.5], "not token ids"),
+        (["a", "b"], "not token ids"),
+        ([[[1, 2]]], "not token ids"),
+        ([True, False, True], "not token ids"),
         ([1, -1, 2], "no row"),
         ([1, VOCABULARY, 2], "no row"),
     ],
@@ -461,3 +461,17 @@ def test_a_report_shows_the_loss_that_the_conversion_computed(tmp_path: Path) ->
         document["values"]["loss"] = record
         file.write_text(json.dumps(document))
         assert "No hash shows this. Compare the loss" in fastshard.report(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_a_model_that_sees_the_next_token_is_refused(kind: str, tmp_path: Path) -> None:
+    small = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(
+        kind, **small, intermediate_size=16, d_model=16, n_layer=1, n_head=2
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert "causal" in refuse("FS514", lambda: fastshard.loss(tmp_path, tokens=[1, 2, 3])).message
+    if kind == "bert":
+        config.is_decoder = True
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        assert fastshard.loss(tmp_path, tokens=[1, 2, 3]).tokens == 2

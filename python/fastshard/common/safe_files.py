@@ -336,6 +336,19 @@ def replace(path: Path, pieces: Iterable[str]) -> None:
         raise error_for([system_finding(error, str(path), "cannot write", help_)]) from None
 
 
+def sync_folder(folder: Path) -> None:
+    """Bring the names of a folder's files to disk.
+
+    Raises:
+        OSError: as the system raises it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def append(path: StrPath, text: str) -> None:
     """Append text to a user's file, and create the file if it is missing.
 

@@ -281,7 +281,7 @@ def _order(output: Any, tokens: torch.Tensor, name: str) -> torch.Tensor:
     elif len(shape) != 3 or shape[:2] != (rows, length):
         raise FastshardError.of(
             codes.USAGE,
-            f"the output of {name} has not the shape of the tokens",
+            f"the output of {name} does not have the shape of the tokens",
             expected=f"({rows}, {length}, width) or ({length}, {rows}, width)",
             got=str(shape),
         )

@@ -509,13 +509,20 @@ def _find_class_name(config: dict[str, Any]) -> str:
         FastshardError: ``FS514`` if it is no causal language model of this version.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     names = [str(name) for name in config.get("architectures") or ()]
     causal: set[str] = set()
     for classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         causal |= {classes} if isinstance(classes, str) else set(classes)
-    if not names or names[0] not in causal or config.get("is_encoder_decoder"):
+    # An encoder sees the next token unless it is made a decoder, and XLNet's labels are not shifted.
+    kind = config.get("model_type")
+    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder")
+    is_other = is_encoder or config.get("is_encoder_decoder") or kind == "xlnet"
+    if not names or names[0] not in causal or is_other:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             "the model is no causal language model, and only these have a loss on a text",

@@ -24,7 +24,7 @@ __all__ = ["Batch", "make_batch"]
 
 #: Bytes of a text, and of a file of ids, at most: a batch is computed at once.
 _MAX_BYTES = 64 << 20
-#: How the text of the package is called in messages.
+#: What messages call the package's text.
 _SAMPLE = "the page of text in the package"
 
 
@@ -60,11 +60,11 @@ def make_batch(model: LayerwiseModel, text: StrPath | None, tokens: Any, length:
         most: tokens of the batch, at most.
 
     Raises:
-        FastshardError: ``FS515`` for a text beside tokens; ``FS211`` for ids that are none, ``FS209`` without
-            a tokenizer.
+        FastshardError: ``FS515`` for a text beside tokens; ``FS211`` for values that are not token ids,
+            ``FS209`` without a tokenizer.
     """
     if text is not None and tokens is not None:
-        raise FastshardError.of(codes.USAGE, "a text and tokens", help="leave one of them out")
+        raise FastshardError.of(codes.USAGE, "both a text and tokens are given", help="leave one of them out")
     length = min(length, model.max_length or length)
     if tokens is not None:
         ids, origin = _as_tensor(tokens)
@@ -185,12 +185,15 @@ def _as_tensor(tokens: Any) -> tuple[torch.Tensor, str]:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FastshardError.of(
-            codes.BAD_VALUE, f"no token ids: {error}", file=origin, expected="integers in rows of one length"
+            codes.BAD_VALUE,
+            f"these are not token ids: {error}",
+            file=origin,
+            expected="integers in rows of one length",
         ) from None
     if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise FastshardError.of(
             codes.BAD_VALUE,
-            "no token ids",
+            "these are not token ids",
             file=origin,
             expected="integers, in one dimension or in two (sequences, length)",
             got=f"{str(ids.dtype).removeprefix('torch.')} of shape {tuple(ids.shape)}",

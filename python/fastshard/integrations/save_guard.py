@@ -303,7 +303,11 @@ def _start(path: Path, threads: int | None) -> _Run:
     # Files have no limit, as pipes have: nobody reads before the process ends.
     output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
     command = [sys.executable, "-m", "fastshard", "verify", os.fspath(path), "--json", *options]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+    # Nothing in the folder of the training takes the place of a module; known to Python 3.11 and later.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment
+    )
     if hasattr(os, "setpriority"):
         # Threads that it starts from now on inherit it.
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)

@@ -383,7 +383,7 @@ def _not_found(file: MissingFile) -> Finding:
         codes.MISSING_FILE,
         "several files may be this missing one"
         if file.candidates
-        else "the file is missing, and none that was found is it",
+        else "the file is missing, and no file that was found fits",
         file=file.name,
         got=printable(file.reason or ""),
         help="choose one of them, or pass a manifest with hashes (--expect)"

@@ -76,6 +76,8 @@ class LayerComparison:
     #: True if A is what a trainer recorded.
     is_record: bool
     findings: tuple[Finding, ...]
+    #: Statements that this run does not prove, a line each.
+    not_proven: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -149,7 +151,7 @@ def layers(
         The comparison; its findings have an error (``FS320``) for units that differ.
 
     Raises:
-        FastshardError: as :func:`fastshard.loss`; ``FS515`` if the models have another number of layers.
+        FastshardError: as :func:`fastshard.loss`; ``FS515`` if the models have different numbers of layers.
         ImportError: without transformers and torch.
     """
     check_finite("tolerance", tolerance, least=0)
@@ -185,6 +187,7 @@ def layers(
         right.tokens.numel(),
         right.is_record,
         tuple(gate.evaluate(_find(units, differences, str(b), other))),
+        tuple(_list_unproven(right, other)),
     )
 
 
@@ -212,7 +215,7 @@ def _check_fit(right: LayerOutputs, model: LayerwiseModel, b: str) -> None:
     if own != theirs:
         raise FastshardError.of(
             codes.USAGE,
-            "the models have another number of layers",
+            "the models have different numbers of layers",
             file=b,
             expected=f"{theirs}, as in {right.origin}",
             got=str(own),
@@ -225,6 +228,18 @@ def _check_fit(right: LayerOutputs, model: LayerwiseModel, b: str) -> None:
             expected=f"ids below {model.vocab_size}",
             got=str(int(right.tokens.max())),
         )
+
+
+def _list_unproven(right: LayerOutputs, model: LayerwiseModel) -> list[str]:
+    """List what outputs on some tokens do not prove."""
+    lines = [
+        "that what these tokens do not reach is equal: other rows of the embedding, experts that none is "
+        "sent to"
+    ]
+    own, theirs = model.vocab_size, int(right.outputs[LOGITS].shape[-1])
+    if own != theirs:
+        lines.append(f"that the rows of the vocabulary beyond {min(own, theirs)} are padding")
+    return lines
 
 
 def _choose_tolerance(right: LayerOutputs, model: LayerwiseModel) -> float:

@@ -221,7 +221,7 @@ def _open_state(folder: Path, verify: bool, state: StrPath | None) -> VerifiedSt
     if state is None:
         return None
     if not verify:
-        raise FastshardError.of(codes.USAGE, "a state without --verify", help="pass --verify too")
+        raise FastshardError.of(codes.USAGE, "--state needs --verify", help="pass --verify too")
     return VerifiedSteps(state, folder)
 
 

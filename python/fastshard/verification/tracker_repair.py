@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,7 +74,7 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
             safe_files.replace(folder / change.file, [content.replace(change.before, change.after, 1)])
             # Others of a group may have to write it: the trainer does at its next save.
             (folder / change.file).chmod(mode)
-            _sync(folder)
+            safe_files.sync_folder(folder)
     return changes
 
 
@@ -120,12 +119,3 @@ def _refuse(
         got=got,
         help="write the file by hand, as its trainer does",
     )
-
-
-def _sync(folder: Path) -> None:
-    """Bring the new name of a file to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -134,5 +134,5 @@ def _damaged(path: Path, why: str) -> FastshardError:
         codes.USAGE,
         f"the state of a step is damaged: {why}",
         file=os.fspath(path),
-        help="delete this file; then the step is read again",
+        help="move this file away; then the step is read again",
     )

@@ -57,6 +57,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         _describe(compared),
         compared.to_dict(),
         reason=_conclude(compared),
+        unchecked=compared.not_proven,
         word="DIFFERENT" if compared.differing else "EQUAL",
     ), list(compared.findings)
 
@@ -100,6 +101,7 @@ LAYERS = Verb(
     run=_run,
     silent=True,
     finds=True,
+    tells_unchecked=True,
     often=("--text", "--tokens", "--tolerance", "--dtype", "--device", "--memory", "--json"),
     examples=("fastshard layers run model --tokens tokens.json",),
 )

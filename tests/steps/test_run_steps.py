@@ -289,7 +289,7 @@ def test_a_state_in_the_run_or_of_another_run_is_refused(tmp_path: Path) -> None
         ran = cli("steps", run, "--verify", "--state", folder)
         assert ran.having("FS515", message="lies in the run") and state_of(run) == before
     assert not (run / "state").exists()
-    assert cli("steps", run, "--state", tmp_path / "state").having("FS515", message="without --verify")
+    assert cli("steps", run, "--state", tmp_path / "state").having("FS515", message="needs --verify")
     other = copy_steps(HF, tmp_path / "other", "checkpoint-1")
     fastshard.list_steps(run, verify=True, state=tmp_path / "state", memory="2GiB")
     with pytest.raises(fastshard.FastshardError, match="not of this run"):
