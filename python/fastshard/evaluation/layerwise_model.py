@@ -150,8 +150,7 @@ class LayerwiseModel:
         raise FastshardError.of(
             codes.MEMORY_BUDGET,
             f"the largest unit of the model, {largest.path}, has {human_memory(largest.nbytes)}, and about "
-            "twice as "
-            "much is in memory while it is loaded",
+            "twice as much is in memory while it is loaded",
             expected=f"about {-(-need >> 20)} MiB for {tokens} tokens",
             got=f"{limit >> 20} MiB",
             help="allow more memory, or use fewer tokens",
