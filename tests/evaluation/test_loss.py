@@ -325,13 +325,13 @@ def test_what_transformers_raises_is_a_finding() -> None:
 def test_a_config_chooses_no_code(
     load: Callable[..., object], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
     monkeypatch.setattr(
-        "transformers.modeling_utils.lazy_import_flash_attention", lambda *args, **_: asked.append(args)
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *args, **_: calls.append(args)
     )
     folder = damaged(tmp_path / "m", **{key: "kernels-community/flash-attn2"})
     load(folder, **({"tokens": TOKENS} if load is fastshard.loss else {}))
-    assert asked == [], "transformers downloads and runs it"
+    assert calls == [], "transformers downloads and runs it"
 
 
 @pytest.mark.parametrize(

@@ -186,10 +186,10 @@ def test_at_most_one_process_runs_and_the_newest_save_waits(
         guard.after_save(save(tmp_path / str(number)))
     assert guard.unfinished == [tmp_path / "1", tmp_path / "3"] and len(started) == 1
     assert guard.results() == []
-    held = started[0].process
-    assert held.stdin is not None
-    held.stdin.write(b"\n")
-    held.stdin.close()
+    process = started[0].process
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.close()
     assert [v.path.name for v in wait(guard)] == ["1", "3"]
     assert guard.last_verified == guard.last_proven == tmp_path / "3"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.tensor_slice import Slice
 from ..common import codes, safe_files
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import FastshardError
+from ..evaluation.layerwise_model import hide_progress
 from ..models.config_json import for_construction
 from .in_memory import View
 from .open import open as open_checkpoint
@@ -75,7 +75,7 @@ def load_model(
     config = kind.config_class.from_dict(for_construction(given))
     slices = {name: Slice(tensor) for name, tensor in view.items()}
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    with _bar(progress is not False):
+    with hide_progress() if progress is False else contextlib.nullcontext():
         model, info = kind.from_pretrained(
             None,
             config=config,
@@ -131,22 +131,6 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
             help='load the tensors into the model yourself: fastshard.open(..., to="hf").torch()',
         )
     return kind
-
-
-@contextlib.contextmanager
-def _bar(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bar that transformers draws."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging
-    before = logging.is_progress_bar_enabled()
-    if not shown:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            logging.enable_progress_bar()
 
 
 def _tell_of_rounding(view: View) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint.planned_view import PlannedView
 
-__all__ = ["LayerwiseModel", "Unit"]
+__all__ = ["LayerwiseModel", "Unit", "hide_progress"]
 
 #: Is given a unit and a tensor, and may return the tensor that takes its place.
 Watch = Callable[["Unit", Any], Any]
@@ -106,8 +106,8 @@ class LayerwiseModel:
     def max_length(self) -> int | None:
         """Tokens of a sequence, at most, as the config states it; None if it does not."""
         text = self.model.config.get_text_config()
-        stated = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions"))
-        return next((number for number in stated if isinstance(number, int) and number > 0), None)
+        lengths = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions"))
+        return next((number for number in lengths if isinstance(number, int) and number > 0), None)
 
     @property
     def layers(self) -> list[Unit]:
@@ -342,7 +342,7 @@ class LayerwiseModel:
             FastshardError: ``FS102``, ``FS201`` or ``FS514``; others if a tensor cannot be read.
         """
         slices = {name: Slice(self.view[name]) for name in unit.stored}
-        with _hide_progress():
+        with hide_progress():
             info, _ = self._loading.convert_and_load_state_dict_in_model(self.model, slices, self._config)
         for name, stored, own in sorted(info.mismatched_keys):
             raise FastshardError.of(
@@ -543,7 +543,7 @@ def _build(class_name: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
 
     kind = getattr(transformers, class_name)
     try:
-        with _hide_progress(), _parameters_on_meta():
+        with hide_progress(), _parameters_on_meta():
             return kind._from_config(kind.config_class.from_dict(config), dtype=dtype).eval()
     except Exception as error:
         # Each class checks its config in its own way.
@@ -607,8 +607,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hide_progress() -> Iterator[None]:
-    """Hide the progress bars of transformers: it would draw one for each unit."""
+def hide_progress() -> Iterator[None]:
+    """Hide the progress bars that transformers draws when it loads tensors."""
     from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging

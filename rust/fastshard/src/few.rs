@@ -179,8 +179,8 @@ mod tests {
     fn lists_are_those_they_were_made_of() {
         for len in 0..5u64 {
             let values: Vec<u64> = (1..=len).collect();
-            let made = [Few::from(&values[..]), Few::from(values.clone()), values.iter().copied().collect()];
-            for mut few in made {
+            let lists = [Few::from(&values[..]), Few::from(values.clone()), values.iter().copied().collect()];
+            for mut few in lists {
                 assert_eq!(few, values);
                 few.push(9);
                 assert_eq!(few[..], [&values[..], &[9]].concat());
