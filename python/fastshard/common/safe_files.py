@@ -416,6 +416,23 @@ def closed_folder(path: StrPath) -> str | None:
     return None
 
 
+def check_folder(folder: StrPath) -> Path:
+    """Return the path of a folder that must exist.
+
+    Raises:
+        FastshardError: ``FS501`` if it is missing, or is no folder.
+    """
+    path = Path(folder)
+    if not os.fspath(folder) or not path.is_dir():
+        raise FastshardError.of(
+            codes.NO_SUCH_PATH,
+            "no such folder",
+            file=os.fspath(folder),
+            help=path_help(os.fspath(folder)),
+        )
+    return path
+
+
 def closed(folder: StrPath) -> Finding:
     """Make the finding for a directory that may not be listed or entered."""
     return Finding.of(

@@ -111,7 +111,7 @@ def find(
     Raises:
         FastshardError: if there is no checkpoint at the path, or no folder at one of ``within``.
     """
-    folders = [_check_folder(folder) for folder in within]
+    folders = [safe_files.check_folder(folder) for folder in within]
     expected = expected_by(expect)
     roots, findings = _read_findings(source, expected.opening(dict(opening)), expected.manifest)
     manifest = expected.manifest or find_manifest(roots)
@@ -127,18 +127,6 @@ def find(
     )
     lost = [_not_found(file) for file in files if file.command is None]
     return FileSearch(files, (*lost, *others, *unreadable))
-
-
-def _check_folder(folder: StrPath) -> Path:
-    path = Path(folder)
-    if not os.fspath(folder) or not path.is_dir():
-        raise FastshardError.of(
-            codes.NO_SUCH_PATH,
-            "no such folder",
-            file=os.fspath(folder),
-            help=safe_files.path_help(os.fspath(folder)),
-        )
-    return path
 
 
 def _read_findings(

@@ -284,14 +284,7 @@ def find_steps_folder(run: StrPath) -> Path:
     Raises:
         FastshardError: ``FS501`` if there are no steps, ``FS106`` if several folders have some.
     """
-    path = Path(run)
-    if not os.fspath(run) or not path.is_dir():
-        raise FastshardError.of(
-            codes.NO_SUCH_PATH,
-            "no such folder",
-            file=os.fspath(run),
-            help=safe_files.path_help(os.fspath(run)),
-        )
+    path = safe_files.check_folder(run)
     if not os.access(path, os.R_OK | os.X_OK):
         raise FastshardError([safe_files.closed(path)])
     if _has_steps(path):
