@@ -216,6 +216,10 @@ def convert(
             continues; ``FS519`` if it came too late and the result is published.
     """
     _refuse_loss(to, rank, check_loss, expect_loss)
+    if check_loss is not None:
+        # Before memory is divided: they have some of it from then on.
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
     request, others = split_request(options)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
     arguments = {"to": to, "node_local": node_local, "expect": expect, "tokenizer": tokenizer}
@@ -380,16 +384,9 @@ def _refuse_loss(
     if to != "hf" or rank is not None:
         raise FastshardError.of(
             codes.USAGE,
-            "--check-loss with several processes"
-            if to == "hf"
-            else "--check-loss for another target than hf",
+            f"--check-loss works only {'in one process' if to == 'hf' else 'with --to hf'}",
             help="run `fastshard loss` on the result",
         )
-    # Before memory is divided: they hold some of it from then on.
-    import torch
-    import transformers
-
-    del torch, transformers
 
 
 def _check_loss(job: Job, text: StrPath, expected: float | None, progress: Report) -> Job:
