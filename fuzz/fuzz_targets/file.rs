@@ -6,7 +6,8 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
 use fastshard::error::Result;
-use fastshard::format::{torch_zip, ParsedFile};
+use fastshard::format::inflate::inflate;
+use fastshard::format::ParsedFile;
 use fastshard::storage::SourceFile;
 
 pub fn check(data: &[u8], parse: fn(&SourceFile) -> Result<ParsedFile>) {
@@ -21,7 +22,7 @@ pub fn check(data: &[u8], parse: fn(&SourceFile) -> Result<ParsedFile>) {
         assert!(blob.offset + blob.stored_len <= file.size());
         if blob.deflated {
             let mut len = 0;
-            let _ = torch_zip::inflate(&file, blob, &mut |bytes| {
+            let _ = inflate(&file, blob, &mut |bytes| {
                 len += bytes.len() as u64;
                 Ok(())
             });

@@ -10,6 +10,7 @@ use crate::codes;
 use crate::distributed::elsewhere;
 use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
+use crate::format::inflate::inflate;
 use crate::format::{self, stand_in, ParsedFile};
 use crate::hash;
 use crate::memory::{self, HeaderRoom, Room};
@@ -248,9 +249,7 @@ impl Catalog {
         }
         if blob.deflated {
             let mut whole = Vec::new();
-            format::torch_zip::inflate(&file.source, blob, &mut |bytes| {
-                Ok(memory::append(&mut whole, bytes)?)
-            })?;
+            inflate(&file.source, blob, &mut |bytes| Ok(memory::append(&mut whole, bytes)?))?;
             let start = tensor.offset as usize;
             return Ok(whole[start..start + len as usize].to_vec());
         }

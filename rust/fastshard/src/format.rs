@@ -6,8 +6,10 @@
 
 pub mod blocks;
 pub mod dcp;
+pub mod inflate;
 pub mod packed;
 pub mod pickle;
+mod region;
 pub mod safetensors;
 pub mod stand_in;
 pub mod torch_zip;

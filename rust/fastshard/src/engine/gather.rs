@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::boxes::SubBox;
 use crate::error::Result;
-use crate::format::{torch_zip, Blob};
+use crate::format::inflate::inflate;
+use crate::format::Blob;
 use crate::kernel::{self, StridedBox};
 use crate::plan::{PartAxis, Plan, PlanBlob, StoredTensor};
 use crate::steps::Step;
@@ -173,7 +174,7 @@ impl<'p> Sources<'p> {
             member: blob.member.clone(),
         };
         SourceFile::unpacked(&self.scratch_dir, file.path(), |write| {
-            torch_zip::inflate(file, &blob, &mut |bytes| {
+            inflate(file, &blob, &mut |bytes| {
                 self.check_running()?;
                 write(bytes)
             })

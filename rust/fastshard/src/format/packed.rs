@@ -10,6 +10,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use super::inflate::inflate;
 use super::pickle::{self, Limits, Pickle};
 use super::{torch_zip, ParsedFile};
 use crate::codes;
@@ -98,7 +99,7 @@ fn content(file: &SourceFile, parsed: &ParsedFile, path: &[String]) -> Result<Op
             return file.read_vec(blob.offset + tensor.offset, len as usize).map(Some);
         }
         let mut data = Vec::new();
-        torch_zip::inflate(file, blob, &mut |bytes| {
+        inflate(file, blob, &mut |bytes| {
             data.extend_from_slice(bytes);
             Ok(())
         })?;

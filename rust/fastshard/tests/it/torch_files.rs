@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use fastshard::codes;
 use fastshard::error::{Finding, Result};
+use fastshard::format::inflate::inflate;
 use fastshard::format::{self, pickle, torch_zip, Blob, FileTensor, ParsedFile};
 use fastshard::storage::SourceFile;
 use fastshard::value::{Node, Value, Values};
@@ -23,7 +24,7 @@ fn expected() -> serde_json::Map<String, Json> {
 
 fn inflated(file: &SourceFile, blob: &Blob) -> Result<Vec<u8>> {
     let mut data = Vec::new();
-    torch_zip::inflate(file, blob, &mut |bytes| {
+    inflate(file, blob, &mut |bytes| {
         data.extend_from_slice(bytes);
         Ok(())
     })?;
@@ -239,7 +240,7 @@ fn errors_of_the_sink_pass_through() {
     let parsed = torch_zip::parse(&file).unwrap();
     let blob = parsed.blobs.iter().find(|b| b.deflated && b.len > 0).unwrap();
     let stop = || Finding::new(codes::INTERRUPTED, "stopped").into();
-    assert!(torch_zip::inflate(&file, blob, &mut |_| Err(stop())).unwrap_err().is_interrupt());
+    assert!(inflate(&file, blob, &mut |_| Err(stop())).unwrap_err().is_interrupt());
 }
 
 /// Reads every torch file below the folder that `FASTSHARD_FIXTURES` names, but for folders named

@@ -8,9 +8,10 @@ use std::io::Read;
 use crate::buffered::Buffered;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::format::torch_zip::{self, Region};
+use crate::format::inflate::undecodable;
+use crate::format::region::Region;
 use crate::format::zstd::{self, Decoder, Zstd};
-use crate::format::ParsedFile;
+use crate::format::{torch_zip, ParsedFile};
 use crate::memory;
 use crate::storage::SourceFile;
 
@@ -110,8 +111,6 @@ impl Stream<'_> {
     }
 
     fn damaged(&self, error: std::io::Error) -> Error {
-        error
-            .downcast::<Error>()
-            .unwrap_or_else(|error| torch_zip::undecodable(self.file, None, &error).into())
+        error.downcast::<Error>().unwrap_or_else(|error| undecodable(self.file, None, &error).into())
     }
 }
