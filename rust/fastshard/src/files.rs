@@ -11,7 +11,7 @@ use crate::error::{Error, Finding, Result};
 use crate::format::pickle::writer::{pickle, Stored, Tree};
 use crate::format::pickle::{parse_bytes, LIMITS};
 use crate::format::torch_zip::writer as torch_zip;
-use crate::format::torch_zip::MAX_MEMBERS;
+use crate::format::zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
 use crate::manifest::{is_listed, is_plain, MANIFEST_NAME, MAX_MANIFEST};
 use crate::plan::{Form, Metadata, OutFile, Output, Plan};

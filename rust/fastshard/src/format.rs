@@ -14,6 +14,7 @@ pub mod safetensors;
 pub mod stand_in;
 pub mod torch_zip;
 pub mod vocabulary;
+pub(crate) mod zip;
 pub mod zstd;
 
 use serde::Serialize;

@@ -5,21 +5,16 @@
 //! `torch/serialization.py::_save`. torch does not check the CRC of the data when it loads; the
 //! checksums are kept in the blobs so that a caller can.
 
-use super::inflate::{check_crc, inflate};
+use super::zip::{read_member, Archive, Member};
 use super::{pickle, ParsedFile};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::memory;
 use crate::storage::SourceFile;
 
 mod distributed;
 mod float8;
-mod members;
 mod tensors;
 pub(crate) mod writer;
-
-pub(crate) use members::MAX_MEMBERS;
-use members::{Archive, Member};
 
 /// Bytes accepted in `byteorder`, which holds `little` or `big`.
 const MAX_BYTEORDER: u64 = 16;
@@ -147,24 +142,4 @@ fn prefix(file: &SourceFile, archive: &Archive) -> Result<String> {
         return Err(refuse(codes::UNSUPPORTED, "a TorchScript archive", help));
     }
     Ok(prefix.to_string())
-}
-
-/// The content of a small member, inflated within `cap` bytes and checked against its CRC.
-fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> {
-    if member.len > cap {
-        return Err(Finding::new(codes::UNSAFE_ZIP, format!("size of {}", member.name))
-            .file(file.path())
-            .expected(format!("at most {cap} bytes"), format!("{} bytes", member.len))
-            .into());
-    }
-    let blob = member.blob();
-    if blob.deflated {
-        file.room_for(member.len)?;
-        let mut content = Vec::new();
-        inflate(file, &blob, &mut |bytes| Ok(memory::append(&mut content, bytes)?))?;
-        return Ok(content);
-    }
-    let content = file.read_vec(blob.offset, blob.len as usize)?;
-    check_crc(file, &blob, crc32fast::hash(&content))?;
-    Ok(content)
 }

@@ -4,10 +4,10 @@ use std::collections::{HashMap, HashSet};
 
 use super::distributed::{self, Collector};
 use super::float8::{self, Float8};
-use super::members::Archive;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::format::pickle::{Pickle, PickledTensor, Storage};
+use crate::format::zip::Archive;
 use crate::format::{Blob, FileTensor, ParsedFile, Role};
 use crate::storage::SourceFile;
 use crate::value::{Node, Value, Values};

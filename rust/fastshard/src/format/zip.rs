@@ -10,10 +10,12 @@ use std::collections::HashMap;
 use zip::read::{ArchiveOffset, Config};
 use zip::{CompressionMethod, ZipArchive};
 
+use super::inflate::{check_crc, inflate};
+use super::region::Region;
+use super::Blob;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::format::region::Region;
-use crate::format::Blob;
+use crate::memory;
 use crate::storage::SourceFile;
 
 /// Most members accepted: a member is a storage, and the directory is held in memory.
@@ -196,6 +198,26 @@ impl Archive {
         let by_name = members.iter().enumerate().map(|(i, m)| (m.name.clone(), i)).collect();
         Ok(Archive { members, by_name })
     }
+}
+
+/// The content of a small member, inflated within `cap` bytes and checked against its CRC.
+pub(super) fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> {
+    if member.len > cap {
+        return Err(Finding::new(codes::UNSAFE_ZIP, format!("size of {}", member.name))
+            .file(file.path())
+            .expected(format!("at most {cap} bytes"), format!("{} bytes", member.len))
+            .into());
+    }
+    let blob = member.blob();
+    if blob.deflated {
+        file.room_for(member.len)?;
+        let mut content = Vec::new();
+        inflate(file, &blob, &mut |bytes| Ok(memory::append(&mut content, bytes)?))?;
+        return Ok(content);
+    }
+    let content = file.read_vec(blob.offset, blob.len as usize)?;
+    check_crc(file, &blob, crc32fast::hash(&content))?;
+    Ok(content)
 }
 
 /// What the end records say of the central directory.
