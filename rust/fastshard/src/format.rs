@@ -259,7 +259,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
     let n = (file.size() as usize).min(16);
     file.read_at(0, &mut magic[..n])?;
     if magic.starts_with(b"PK\x03\x04") || magic.starts_with(b"PK\x05\x06") {
-        torch_zip::parse(file)
+        torch_zip::parse_archive(file, &zip::Archive::read(file, 0, file.size())?)
     } else if magic[0] == 0x80 && (2..=5).contains(&magic[1]) && !(magic[4..8] == [0; 4] && magic[8] == b'{')
     {
         // A safetensors header of 640, 896, 1152 or 1408 bytes begins like a pickle, and goes on with zeros.

@@ -31,8 +31,12 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
 /// Like [`parse`], for a torch zip file that lies at bytes `start..start + len` of another file, as
 /// in the `.distcp` files of torch's distributed checkpoints. Blob offsets are those of `file`.
 pub fn parse_range(file: &SourceFile, start: u64, len: u64) -> Result<ParsedFile> {
-    let archive = Archive::read(file, start, len)?;
-    let prefix = prefix(file, &archive)?;
+    parse_archive(file, &Archive::read(file, start, len)?)
+}
+
+/// Like [`parse`], for an archive whose directory was read.
+pub(super) fn parse_archive(file: &SourceFile, archive: &Archive) -> Result<ParsedFile> {
+    let prefix = prefix(file, archive)?;
     if let Some(member) = archive.get(&format!("{prefix}byteorder")) {
         let order = read_member(file, member, MAX_BYTEORDER)?;
         if order.trim_ascii() != b"little" {
@@ -56,7 +60,7 @@ pub fn parse_range(file: &SourceFile, start: u64, len: u64) -> Result<ParsedFile
         digest.update(&member.len.to_le_bytes());
     }
     let header_digest = *digest.finalize().as_bytes();
-    tensors::assemble(file, &archive, &prefix, pickle, header_digest)
+    tensors::assemble(file, archive, &prefix, pickle, header_digest)
 }
 
 /// Members of a torch zip file whose content can be replaced by other bytes of the same length, by
