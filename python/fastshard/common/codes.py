@@ -1,6 +1,6 @@
-"""Name the codes of findings, and describe them: made from the core's table (`rust/fastshard/src/codes.rs`).
+"""The codes of findings with names and descriptions, from the core's table (`rust/fastshard/src/codes.rs`).
 
-What findings of several codes have in common stands in that table too: ``finding.is_a("missing_tensor")``.
+The table also states what findings of several codes have in common: ``finding.is_a("missing_tensor")``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Digests of small files at their first read in a call, so that a file that is read or copied again has the
-same content.
+"""Digests of small files at their first read in a call, to refuse a file that changes before it is read or
+copied again.
 
-Whoever may write to a checkpoint's folder could put another file, or a link to one, in a name's place between
-a decision and a copy.
+Anyone who may write to a checkpoint's folder could replace a file, also by a link to another one, between a
+decision and a copy.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def runs_of(runs: Sequence[range]) -> str:
 
 
 def files_of(files: Sequence[str]) -> str:
-    """Format names of files as one text: the number in which all of them differ stands in braces.
+    """Join file names into one text, with the number in which they differ in braces.
 
     >>> files_of(["layer_00-model_01.pt", "layer_02-model_01.pt"])
     'layer_{00,02}-model_01.pt'

@@ -1,4 +1,4 @@
-"""Texts from strangers, and figures, as people are shown them: in a terminal, a page, a notebook."""
+"""Formatting of untrusted texts and of numbers for users: in a terminal, a page or a notebook."""
 
 from __future__ import annotations
 

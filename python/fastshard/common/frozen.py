@@ -1,4 +1,4 @@
-"""Records that are built step by step and then frozen: whoever changes one afterwards is refused."""
+"""Records that are built step by step and then frozen: later changes are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Downloads from Hugging Face's hub: what the cache and ``--local-dir`` keep of them says offline what files
-must hold.
+"""Records of downloads from the Hugging Face Hub: the cache and ``--local-dir`` keep the digests of files, so
+that files are checked offline.
 
 source: huggingface_hub file_download.py (blobs named by their etag), _local_folder.py (metadata of
     ``local_dir``)
@@ -56,7 +56,7 @@ class Record:
 
 
 def records(listing: Listing, files: Iterable[tuple[int, str]]) -> list[Record]:
-    """Return the download records of files, given by root and path, as far as records exist."""
+    """Return the download records of the given files (root and path) that have one."""
     bases = [_local_bases(root) for root in listing.roots]
     found = []
     for root, name in files:

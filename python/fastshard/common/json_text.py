@@ -1,4 +1,4 @@
-"""JSON: what a text that anybody may have made holds, and texts in the forms that are written."""
+"""Parsing of JSON of unknown origin, and formatting of JSON for files, programs and digests."""
 
 from __future__ import annotations
 
@@ -130,9 +130,10 @@ def indented(document: Any, by: int = 1) -> str:
 
 
 def indented_pieces(document: Any) -> Iterator[str]:
-    """Yield the same text in short pieces.
+    """Yield the text of :func:`indented` in short pieces.
 
-    With many tensors the text takes more memory than they do, and all its pieces together several times that.
+    For many tensors the text takes more memory than their records, and all its pieces together several times
+    that.
     """
     yield from json.JSONEncoder(indent=1).iterencode(document)
     yield "\n"

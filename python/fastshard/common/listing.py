@@ -137,7 +137,7 @@ class Listing:
         return [str(path) for path in self.named or self.roots]
 
     def by_itself(self, root: int) -> Path | None:
-        """Return the file that the caller named, if a root is the folder of one; None for a folder."""
+        """Return the file that the caller named in a root; None if the caller named the root as a folder."""
         path = self.named[root] if self.named else self.roots[root]
         return None if path is self.roots[root] else path
 
@@ -330,7 +330,7 @@ def linked(root: Path) -> tuple[Path, ...]:
 def is_array(folder: Path) -> bool:
     """Return True if a folder contains an array of a store.
 
-    Such a folder may have the name of any file.
+    The name of such a folder may look like that of any file.
     """
     return any((folder / name).is_file() for name in _ARRAY)
 
@@ -473,7 +473,7 @@ def _elsewhere(address: str) -> FastshardError:
 
 
 def _missing(path: Path) -> FastshardError:
-    """Make the error for a path that does not exist; it may be the name of a repository on the Hub."""
+    """Make the error for a path that does not exist, which may be the name of a repository on the Hub."""
     help_, run = safe_files.path_help(os.fspath(path)), []
     if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
         help_ = "download it, if it is a repository of the Hub"

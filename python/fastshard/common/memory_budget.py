@@ -1,6 +1,6 @@
-"""The budget of memory that a call was given, for what is read and planned before the engine divides it.
+"""The memory budget of a call, for reading and planning before the engine divides it.
 
-Where none is stated the default grows with what the plan takes, and nothing is refused.
+Without a stated budget the default grows with the size of the plan, and nothing is refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""HTML of checkpoints, plans, manifests, differences and statistics in a notebook. Names come from strangers,
-so all texts are escaped."""
+"""HTML of checkpoints, plans, manifests, differences and statistics in a notebook. Names are untrusted, so
+all texts are escaped.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def describe_later(called: Callable[..., Any]) -> None:
 
 
 def describe_options() -> None:
-    """Make ``help()`` list the options that functions take by their type along with the others."""
+    """Make ``help()`` list the options of the types that functions unpack along with the others."""
     import inspect
 
     while _undescribed:
@@ -92,7 +92,7 @@ def _unwrap(function: Callable[..., Any]) -> FunctionType:
 
 
 def _unpacked(function: FunctionType) -> list[str]:
-    """List the names of the options that a function takes by their type."""
+    """List the names of the options of the types that a function unpacks."""
     names: list[str] = []
     for annotation in function.__annotations__.values():
         if found := re.fullmatch(r"Unpack\[(\w+)\]", str(annotation)):
@@ -134,7 +134,7 @@ def value(name: str, given: Any) -> Any:
 
 
 def check_finite(name: str, given: float | None, *, least: float = -math.inf) -> None:
-    """Check the number of an option: no NaN, with which each comparison is false, and not below the least.
+    """Check that the number of an option is not below its minimum, and not NaN, which no comparison refuses.
 
     Raises:
         FastshardError: ``FS515``.

@@ -1,5 +1,4 @@
-"""Libraries that come with an extra: imported when they are needed, and named where they are not
-installed."""
+"""Libraries of an extra, imported when they are needed; the error for a missing one names the extra."""
 
 from __future__ import annotations
 

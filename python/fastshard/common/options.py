@@ -1,6 +1,6 @@
-"""The options of the functions that open, plan and write, each said once: its type, its default, how its
-values are checked, and what it means. The checks of the API, `help()`, the command line and the pages are
-made of this table."""
+"""The options of the functions that open, plan and write: type, default, check and meaning of each. The
+checks of the API, `help()`, the command line and the pages are generated from this table.
+"""
 
 import functools
 import os

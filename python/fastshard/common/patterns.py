@@ -1,4 +1,4 @@
-"""Regular expressions that strangers wrote: the core matches them, within one budget of steps for a file."""
+"""Regular expressions of unknown origin: the core matches them within a budget of steps for each file."""
 
 from __future__ import annotations
 

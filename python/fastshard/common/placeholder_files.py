@@ -1,5 +1,6 @@
-"""Placeholders instead of files: a pointer of Git LFS, a saved web page, an empty file. The core reports
-those in place of weights."""
+"""Placeholders in the place of files: a pointer of Git LFS, a saved web page, an empty file. The core reports
+those that take the place of weights.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def is_known(name: str) -> bool:
 
 
 def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
-    """Remove files that are not what their names say from a listing, with a finding for each, by path.
+    """Remove placeholders from a listing, and make a finding for each, by path.
 
-    Weights stay: their readers report those that they read.
+    Files of weights stay: their readers report placeholders among them.
     """
     if listing.single:
         return listing, {}
@@ -66,7 +67,7 @@ def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
 
 
 def near(found: dict[str, Finding], folders: Iterable[str]) -> list[Finding]:
-    """Return the findings for files in folders that were read, and above them; nothing reads other files.
+    """Return the findings for files in the folders that were read, and above; nothing reads other files.
 
     Args:
         found: findings for such files, by path.

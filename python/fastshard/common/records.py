@@ -1,9 +1,9 @@
-"""Dataclasses that cost next to nothing until one is made.
+"""Dataclasses that cost almost nothing until the first instance is made.
 
 The standard library's decorator compiles six methods for each class when a module is imported, half a
-millisecond each, for classes of which a run uses a few. This one compiles ``__init__`` when the first
-instance is made; all other methods are shared. What the module ``dataclasses`` offers (``fields``,
-``asdict``, ``replace``) takes these classes as its own.
+millisecond each, although a run uses few of the classes. This one compiles ``__init__`` when the first
+instance is made; all other methods are shared. The functions of the module ``dataclasses`` (``fields``,
+``asdict``, ``replace``) accept these classes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Regular expressions that are compiled when they are first used: a run uses few of those that its modules
-have."""
+"""Regular expressions that are compiled on first use, as a run uses few of those that its modules define."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _MEMBERS = (
 
 
 def compile_when_used(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
-    """Return an object that stands for ``re.compile(pattern, flags)`` and has its members."""
+    """Return an object with the members of ``re.compile(pattern, flags)``, which compiles on first use."""
     return _Late(pattern, flags)  # type: ignore[return-value]
 
 

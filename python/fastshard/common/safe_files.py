@@ -1,8 +1,8 @@
-"""Regular files: the one place that opens what a checkpoint holds or a user names.
+"""Safe access to regular files: the only module that opens files of a checkpoint or files that a user names.
 
-A FIFO would be waited for, a device read without end; a file may be another one than it was when it
-was listed. So files are opened without waiting, looked at through the descriptor, and read up to a
-bound, whatever their size is said to be.
+Opening a FIFO could block, reading a device could never end, and a file may have been replaced since it was
+listed. So this module opens files without blocking, examines them through the descriptor, and reads at most a
+given number of bytes, whatever size is reported.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def is_file(path: StrPath, code: str = codes.UNSAFE_HEADER) -> bool:
 
     Raises:
         FastshardError: ``code`` if the name is not a regular file's, ``FS502`` or ``FS507`` if the system
-            refuses to look at it: such a file is not absent.
+            refuses access to it, which does not mean that it is missing.
     """
     try:
         kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
@@ -337,7 +337,7 @@ def replace(path: Path, pieces: Iterable[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names of a folder's files to disk.
+    """Sync the entries of a folder to disk.
 
     Raises:
         OSError: as the system raises it.
@@ -420,7 +420,7 @@ def check_folder(folder: StrPath) -> Path:
     """Return the path of a folder that must exist.
 
     Raises:
-        FastshardError: ``FS501`` if it is missing, or is no folder.
+        FastshardError: ``FS501`` if it is missing, or is not a folder.
     """
     path = Path(folder)
     if not os.fspath(folder) or not path.is_dir():

@@ -1,4 +1,4 @@
-"""Threads that end when the work is given up: a signal does not wait for what they do."""
+"""Pools of threads that stop early when an exception or a signal ends the work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["stoppable_pool"]
 def stoppable_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
     """Open a pool of threads, and an event that is set when the block ends with an exception.
 
-    A pool waits for its threads: each checks the event between two pieces of its work. The pool cancels work
-    that has not begun.
+    The pool waits for its threads, so each must check the event between two pieces of its work. The pool
+    cancels work that has not begun.
     """
     # Few runs need it, and importing it takes its time.
     from concurrent.futures import ThreadPoolExecutor

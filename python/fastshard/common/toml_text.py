@@ -1,4 +1,4 @@
-"""TOML that anybody may have written."""
+"""Parsing of TOML of unknown origin."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def load(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        ValueError: if the text is damaged, is too deep, or has a key of too many parts, for which Python's
-            own reader does not end.
+        ValueError: if the text is damaged, is too deep, or has a key of too many parts, which Python's own
+            reader does not finish reading.
     """
     if sys.version_info >= (3, 11):
         import tomllib
