@@ -38,7 +38,7 @@ class LostFile:
     places: frozenset[Place] | None = None
 
     def may_be_of(self, coords: RankRanges) -> bool:
-        """Return True if no dimension excludes that a rank among these wrote the file."""
+        """Return True unless a dimension rules out that one of these ranks wrote the file."""
         return all(do_meet(self.coords[d], numbers) for d, numbers in coords.items() if d in self.coords)
 
 

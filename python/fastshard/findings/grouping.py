@@ -1,5 +1,4 @@
-"""The merging of findings with one cause: files that a rank lacks, missing layers, files with the same
-error."""
+"""Merging of findings with one cause: files that a rank lacks, missing layers, files with the same error."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def find_lost_tensors(
 def _as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int | None]:
     """Return the incomplete tensors that the layout requires, each under its name in a lost file.
 
-    A name is the layout's own if no lost file has the tensor.
+    A tensor in no lost file keeps the layout's own name.
 
     No readable file shows which of the layout's spellings the checkpoint uses.
     """

@@ -71,7 +71,7 @@ def drop_consequences(facts: Facts, findings: Sequence[Finding]) -> list[Finding
 def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
     """Explain why there is nothing to write: no name matches a pattern, or the files hold no tensors.
 
-    The finding is dropped if an error from before the plan says it already.
+    The stage drops the finding if an error from before the plan already says so.
     """
     if facts.is_narrowed:
         return [facts.explain_selection(f) if f.code == codes.USAGE else f for f in findings]
@@ -103,7 +103,7 @@ def attach_effects(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def apply_gate(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Change the severity of warnings and notes as ``--fail-on``, ``--error`` and ``--ignore`` ask."""
+    """Change the severity of warnings and notes as ``--fail-on``, ``--error`` and ``--ignore`` request."""
     return facts.gate.evaluate(findings)
 
 
@@ -124,7 +124,7 @@ def explain_by_copies(facts: Facts, findings: Sequence[Finding]) -> list[Finding
 
 
 def distrust_manifest(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Undo what only a manifest inside the checkpoint accepts: whoever wrote the checkpoint wrote it too.
+    """Undo what only a manifest inside the checkpoint accepts, as the checkpoint's author wrote it too.
 
     The finding stays a warning, and the gate may raise it to an error again.
     """
