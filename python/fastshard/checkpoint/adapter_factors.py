@@ -158,7 +158,7 @@ def _list_parts(names: tensor_names.AdapterNames) -> set[tuple[str, str]]:
 
 
 def _note_unchecked(adapter: StoredAdapter, why: str) -> Finding:
-    """Build a note that the modules of the adapter were not checked, with the reason."""
+    """Build a note that says why the modules of the adapter were not checked."""
     return Finding.of(
         codes.NOT_PROVABLE,
         f"not checked: {_UNNOTICED} ({why})",

@@ -63,8 +63,7 @@ def of_flat(shape: Sequence[int], base: int, axes: Sequence[Run]) -> str:
 
 
 def _divided(n: int, step: int, shape: Sequence[int], steps: Sequence[int], runs: list[list[Run]]) -> bool:
-    """Add an axis to the runs of the dimensions that it spans; return False if it does not align with
-    them."""
+    """Add an axis to the runs of the dimensions that it spans; return False if it is not aligned."""
     for dim in range(len(shape) - 1, -1, -1):
         whole = steps[dim] * shape[dim]
         if shape[dim] <= 1 or step % steps[dim] or step >= whole:

@@ -77,7 +77,7 @@ class Blocks:
 
 
 def _extent(extent: int, parts: int) -> int:
-    """Return the length of the blocks that divide an extent into so many parts.
+    """Return the length of the blocks that divide an extent into the given number of parts.
 
     The last block may be short. The length is a power of two if one fits.
     """

@@ -144,7 +144,7 @@ def dequantised(opened: Opened, prefix: str, dtype: str) -> Dequantised:
 
 @dataclass(frozen=True)
 class Logical:
-    """The weight that stored codes stand for."""
+    """The weight that stored codes represent."""
 
     name: str
     shape: tuple[int, ...]

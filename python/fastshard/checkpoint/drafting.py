@@ -173,7 +173,7 @@ def taken(opened: Opened, request: Request) -> Source:
 
 
 def with_masters(state: Optimizer, request: Request) -> Request:
-    """Request the master weights if moments are converted, as the moments belong to them if they exist."""
+    """Request the master weights if moments are converted; the moments belong to them if they exist."""
     moves = request.optimizer and request.to is not None and TARGETS[request.to].takes_slots
     if moves and request.weights is None and state.masters:
         return replace(request, weights="masters")

@@ -37,7 +37,7 @@ def is_named_as_listed(
 ) -> bool:
     """Return True if every tensor that a class writes is stored under the name that the class writes.
 
-    Of tied tensors one is enough.
+    One of several tied tensors is enough.
 
     Args:
         listed: the tensors that the config promises.
@@ -73,9 +73,8 @@ def count_ties_once(listed: ExpectedTensors, names: Iterable[str]) -> list[str]:
 def severity_of(request: Request, model: Description) -> str:
     """Return the severity of names that the class does not load.
 
-    It is an error for a result that is written with its config.json, and for a folder that
-    ``save_pretrained`` wrote according to its files. It is a warning otherwise, since a merged checkpoint is
-    not loaded.
+    It is an error for a result that is written with its config.json, and for a folder whose files show that
+    ``save_pretrained`` wrote it. It is a warning otherwise, since a merged checkpoint is not loaded.
     """
     if request.writes:
         return "error" if request.to == "hf" or model.hf_names else "warning"

@@ -189,7 +189,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Return entries for an inventory: the files without tensors that readers load from the first root.
+    """Return manifest entries for the files without tensors that readers load from the first root.
 
     Raises:
         FastshardError: if one cannot be read.

@@ -35,7 +35,7 @@ class Absent:
 
     @property
     def may_be_elsewhere(self) -> bool:
-        """True for pieces that a process of the job wrote; of a downloaded model no other host has more."""
+        """True for pieces that a process of the job wrote; no other host has more of a downloaded model."""
         return bool(self.chunks or self.layers or any(self.files))
 
     def describe(self) -> str:

@@ -514,7 +514,7 @@ def _refuse_unread(listing: Listing, found: Found[object], findings: list[Findin
 
 
 def _is_checkpoint(root: Path, others: set[str]) -> bool:
-    """Return True if a directory holds a checkpoint, and no copy of files that were read elsewhere."""
+    """Return True if a directory holds a checkpoint that is not a copy of the files that were read."""
     if _core.is_elsewhere(root):
         return False
     try:
@@ -568,7 +568,7 @@ def _strays(
     roots: list[Path],
     threads: int,
 ) -> stray_tensors.Strays:
-    """Find the reasons why tensors are not in the files in which they should be."""
+    """Find the reasons why tensors are missing from the files that should hold them."""
     stored_names = {i: names for i, names in stored_names.items() if i < len(found.files)}
     paths = {i: found.files[i].path for i in stored_names}
 

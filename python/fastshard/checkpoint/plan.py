@@ -70,8 +70,8 @@ class Plan:
     def expected_parameters(self) -> int | None:
         """Number of elements if all tensors were complete; None if an incomplete tensor has an unknown size.
 
-        It is also None if an error hides what the checkpoint must hold, and if a lost file whose names
-        nothing lists may have held tensors that no layout names.
+        It is also None if an error hides what the checkpoint must hold, or if a lost file with unlisted
+        contents may have held tensors that no layout names.
         """
         sizes = [size for size in self.lost.values() if size is not None]
         broken = any(f.severity == "error" for f in self.findings)

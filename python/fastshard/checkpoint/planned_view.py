@@ -1,4 +1,4 @@
-"""The tensors of a plan, each made when it is read, and the files beside them."""
+"""The tensors of a plan, each computed when it is read, and the files that go with them."""
 
 from __future__ import annotations
 

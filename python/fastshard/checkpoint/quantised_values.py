@@ -1,5 +1,4 @@
-"""Checks of the values in scales and group indices of quantised weights, where names and shapes show
-nothing."""
+"""Checks of scales and group indices of quantised weights for damage that names and shapes do not show."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
 
 
 def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
-    """Yield a finding for damage in a record, shape or table that prevents computing a weight's values."""
+    """Yield a finding for damage in a record, shape or table that makes a weight's values incomputable."""
     try:
         weight.values(ValueAccess("F32", stored.read, compares_readers=False))
     except DamagedError as error:

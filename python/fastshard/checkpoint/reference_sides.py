@@ -33,7 +33,7 @@ def sides_of(
 ) -> Iterator[Side]:
     """Yield the complete model under each set of names that the reference may use.
 
-    These are the names as planned, unless the target has a separate form, the names as stored, and those of
+    These are the planned names (unless the target has a separate form), the stored names, and those of
     transformers.
     """
     every = replace(core_request, include=(), exclude=())
@@ -311,7 +311,7 @@ def _list_of(config: dict[str, Any], file: str) -> ExpectedTensors | None:
 
 
 def _beside(side: Side, table: _core.Table) -> list[Rule]:
-    """Build rules for tensors outside the model that keep them as they are."""
+    """Build rules that keep the tensors outside the model as they are."""
     found: list[Rule] = []
     for name, (_, shape) in side.tensors.items():
         own = side.source.names.own.get(name, name)

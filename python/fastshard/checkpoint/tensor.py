@@ -29,7 +29,7 @@ def _misaligned(array: Bytes, item: int) -> bool:
 
 
 def _allocate(length: int) -> Bytes:
-    """Allocate bytes that begin where torch's own do: a processor adds as in any other tensor."""
+    """Allocate bytes aligned like those of torch, so that a processor sums them in the same order."""
     import numpy as np
 
     raw = np.empty(length + ALIGNMENT - 1, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A tensor of which parts are read on demand, as a value of a framework."""
+"""A tensor whose parts are read on demand, as values of a framework."""
 
 from __future__ import annotations
 
