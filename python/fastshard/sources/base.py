@@ -22,7 +22,7 @@ from ..layouts.declaration import Blocks, Source
 def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
     """Return a key that distinguishes tensors without reading them: checksum and size of storage, and view.
 
-    ``torch.save`` keeps the full storage of a slice, so two ranks' files may have the same storage, and
+    ``torch.save`` keeps the full storage of a slice, so two ranks' files may hold the same storage and
     different slices.
     """
     return (
@@ -59,7 +59,7 @@ class Contents:
     def readable(self, file: int) -> bool:
         """Return True if the file can be read.
 
-        An unreadable file is a finding already. The files that an adapter adds come after these, and give
+        An unreadable file already has a finding. For files that an adapter adds after these, the result is
         False.
         """
         return file < len(self._readable) and self._readable[file] is not None
@@ -69,7 +69,7 @@ class Contents:
         return self._catalog.tensors(file)
 
     def distributed(self, file: int) -> _core.Distributed:
-        """Return the tensors of which the file stores one rank's part, and the meshes.
+        """Return the tensors of which the file stores only one rank's part, and the meshes.
 
         Both are empty for an unreadable file.
         """
@@ -78,7 +78,7 @@ class Contents:
         return self._catalog.distributed(file)
 
     def partial(self, file: int) -> str | None:
-        """Return the first tensor of which a file stores one rank's part.
+        """Return the first tensor of which a file stores only one rank's part.
 
         None if all its tensors are full, or if the file cannot be read.
         """
@@ -252,7 +252,8 @@ _NAMED = 256
 def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
     """List missing numbers from ``first`` to ``last`` as ranges (first, last); singly if they are few.
 
-    A number in a file's name may be anything: the work grows with the numbers that are present.
+    The work grows with the count of the given numbers, not with their size, as a file's name may hold any
+    number.
     """
     there = sorted({n for n in have if first <= n <= last})
     bounds = [first - 1, *there, last + 1]

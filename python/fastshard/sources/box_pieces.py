@@ -1,4 +1,4 @@
-"""Tensors that ranks store as boxes, each rank those that its own file names."""
+"""Tensors that ranks store as boxes: the file of each rank names the rank's own boxes."""
 
 from __future__ import annotations
 

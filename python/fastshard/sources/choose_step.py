@@ -1,8 +1,8 @@
 """The choice among a run's steps, the same for every framework.
 
-It is the requested step; else the one that the tracker file names; else the newest by number. A newer step
-that cannot be used is never ignored silently. Under its final name it is refused. Under a temporary name, or
-if it is newer than the tracker's step, it is reported, since a run may be writing it now.
+The choice is the requested step, else the one that the tracker file names, else the newest by number. A newer
+step that cannot be used is never ignored silently: one under its final name is refused. One under a temporary
+name, or one newer than the tracker's step, is reported, since a run may be writing it now.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def folder_of(
 ) -> tuple[str, Chosen, list[str]]:
     """Choose the step's folder among folders with one checkpoint each.
 
-    Returns it with the folders inside of it that have one too: these are not steps.
+    Return it with the folders inside it that also have a checkpoint and are not steps.
 
     Args:
         listing: contents of the roots.
@@ -175,7 +175,7 @@ def choose(
 def _choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...]
 ) -> Chosen:
-    """Choose a step among those side by side."""
+    """Choose among steps that are side by side."""
     if options.step is not None:
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
@@ -367,9 +367,7 @@ def _later(
 def _beside(
     listing: Listing, step: Step, name: str, known: set[tuple[int, str]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield folders next to a step's that have newer steps' names and contain nothing recognised.
-
-    Each comes with its path, and whether its name is temporary.
+    """Yield folders next to a step's folder that are named like newer steps and contain nothing recognised.
 
     Each comes with its path, and whether its name is temporary.
     """

@@ -98,7 +98,7 @@ def find_overridden(source: Source, listing: Listing, folder: str, options: Opti
 def _config_in(listing: Listing, place: Folder) -> Path | None:
     """Find the config.json of a folder.
 
-    Below a root, only a file in the listing counts; the listing has reported faults of others.
+    Below a root, only a file in the listing counts; the listing already reports faults of other files.
     """
     path = place.path / "config.json"
     inside = _inside(listing, path)
@@ -139,7 +139,7 @@ def describe(
         config: content of config.json, if there is one.
         path: its file.
         names: names of the stored tensors.
-        outer: where the model's own names begin.
+        outer: prefix before the model's own names.
     """
     if config is None or not (source.model.hf_names or config.keys() & _TELLING):
         return
@@ -184,11 +184,11 @@ def describe(
 def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     """Return the declaration of the model once its weights are no longer quantised.
 
-    A table then fits it that did not fit before.
+    A table that did not fit before may then fit.
 
     Args:
         source: the declaration of the quantised model.
-        names: own names of its tensors, as they are then.
+        names: own names of the tensors of this declaration.
     """
     config = config_json.unquantised(source.model.config or {})
     source = replace(source, model=replace(source.model, config=config or None))
@@ -289,7 +289,7 @@ def _take_layout(
         layout: name of the table.
         names: names of the model's tensors, as they are stored.
         stored: these names as the model itself has them.
-        outer: where these begin.
+        outer: prefix before these names.
     """
     base = _base(tables.table(layout))
     begins = None if _names_most(layout, stored) else _beginning(names)
@@ -481,7 +481,7 @@ def _beginning(names: Iterable[str]) -> str | None:
 
 
 def _base(table: Table) -> str:
-    """Return the beginning of the table's names of layers: those of the model itself, without its head."""
+    """Return the prefix of the table's names of layers, which is that of the model without its head."""
     names = (rule.name.partition("layers.{L") for rule in table.rules)
     begins = next((before for before, found, _ in names if found), "")
     # One spelling will do: the others are known by the rules.
@@ -495,7 +495,7 @@ def _of_layers(table: Table) -> Table:
 
 
 def _is_of(layout: str, names: Iterable[str]) -> bool:
-    """Return True if most tensors of layers have the table's names, or if there are none."""
+    """Return True if most tensors of layers have the table's names, or if there are no such tensors."""
     rules = _of_layers(tables.table(layout))
     layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
     fitting = sum(rules.rule_of(name) is not None for name in layered)

@@ -14,8 +14,8 @@ def by_shape(
 ) -> list[list[str]] | None:
     """Return the only way in which groups of shapes are subsequences of the ordered parameters.
 
-    An unknown shape fits any parameter. The remaining parameters are frozen. Several ways, or none, give
-    None.
+    An unknown shape fits any parameter. The remaining parameters are frozen. Return None if there are several
+    ways, or none.
     """
     ends = [len(group) for group in groups]
     ends.append(len(names) - sum(ends))

@@ -52,7 +52,7 @@ def describe(
         scan_layers: the setting in the checkpoint's own metadata.
 
     Raises:
-        FastshardError: ``FS211`` for values of the config that are of another kind.
+        FastshardError: ``FS211`` for values of the config that have the wrong type.
     """
     roots = Counter(match[1] for name in arrays if (match := _WEIGHT.match(name)))
     if not roots:

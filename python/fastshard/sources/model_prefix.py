@@ -1,4 +1,4 @@
-"""The prefix of a model's own names: trainers save it below their own names, with their own values."""
+"""The prefix of a model's own names, below which trainers save the model next to their own values."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _containers(
 
 
 def _is_state_of(name: str, weights: set[str]) -> bool:
-    """Return True for the state that torch's optimizers have of one of these: ``state.NAME.exp_avg``."""
+    """Return True for a torch optimizer's state of one of these tensors: ``state.NAME.exp_avg``."""
     begin, _, rest = name.partition(".")
     return begin == "state" and rest.rpartition(".")[0] in weights
 
@@ -160,7 +160,7 @@ def _telling(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
-    """Return the possible prefixes of a model's own names: each has one model, and the first is used."""
+    """Return the possible prefixes of a model's own names, of which the first is used; each has one model."""
     names = set(listed)
     telling = _telling(config)
     if fitting := _prefixes_before(telling, (name for name in listed if not is_state(name))):

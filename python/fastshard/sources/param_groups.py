@@ -21,7 +21,7 @@ Scalar = Callable[[int], float | None]
 def hyperparameters(group: Mapping[str, Any], scalar: Scalar | None = None) -> dict[str, Any]:
     """Return the settings of a group, without its list of parameters.
 
-    Compiled optimizers have their learning rate as a tensor.
+    Compiled optimizers store the learning rate as a tensor.
     """
 
     def value_of(value: Any) -> Any:

@@ -44,7 +44,7 @@ def describe(
         config_path: its path, for messages.
 
     Raises:
-        FastshardError: ``FS211`` for values of the config that are of another kind.
+        FastshardError: ``FS211`` for values of the config that have the wrong type.
     """
     if not is_train_state(arrays):
         return

@@ -1,4 +1,4 @@
-"""Values on which all ranks of a run agree: a file with others gets one finding."""
+"""Values on which all ranks of a run agree: a file that differs gets one finding."""
 
 from __future__ import annotations
 

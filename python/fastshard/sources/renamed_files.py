@@ -1,6 +1,6 @@
-"""Files whose name is that of another rank than the name under which they were saved.
+"""Files that have the name of another rank than the one that saved them.
 
-torch.save keeps the name of the file, without its ending, as the folder inside of the archive.
+torch.save keeps the name of the file, without its ending, as the folder inside the archive.
 source: torch/serialization.py (_open_zipfile_writer_file, PyTorchStreamWriter)
 """
 
@@ -37,7 +37,7 @@ def renamed(
     ranks: Mapping[int, str | None] = MappingProxyType({}),
     roots: Sequence[Path] = (),
 ) -> list[Finding]:
-    """Report files whose own name and the name inside contradict each other.
+    """Report files whose name contradicts the name inside the archive.
 
     Args:
         files: files as the catalog lists them.

@@ -1,4 +1,4 @@
-"""A single file that was named as CKPT: it is a complete model, or a part of a checkpoint.
+"""A single file that is given as CKPT: it is a complete model, or a part of a checkpoint.
 
 A part looks like a model of fewer tensors, or of smaller ones. Its name, an index next to it, its own
 statements, or the files next to it show that it is a part.
@@ -219,7 +219,7 @@ def _by_index(label: str, path: Path) -> Finding | None:
 
 
 def _by_contents(label: str, path: Path, contents: Contents) -> Finding | None:
-    """Read what the file states of its place among others."""
+    """Read the file's own statement about its place among others."""
     # A rank's folder of Megatron-LM lies beside those of the others.
     folder = path.absolute().parent
     folder = folder.parent if _RANK_FOLDER.match(folder.name) else folder
@@ -400,7 +400,7 @@ def _names_in(folder: Path) -> list[str]:
 def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> bool:
     """Return True if the config.json next to a file is that of its model.
 
-    Loaders take the file by its name, or more than half of its names are the model's.
+    That is the case if loaders take the file by its name, or if more than half of its names are the model's.
 
     Args:
         path: the file.

@@ -70,14 +70,14 @@ def have(steps: Iterable[str]) -> str:
 
 
 def folders_in(path: Path) -> list[str]:
-    """Return the names of the folders in a folder; no listing of files has the empty ones."""
+    """Return the names of the folders in a folder, including empty ones, which no listing of files has."""
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         return sorted(e.name for e in entries if e.is_dir())
     return []
 
 
 def refuse_lone_trackers(listing: Listing) -> None:
-    """Refuse a directory in which no adapter finds a checkpoint and a tracker file names one.
+    """Refuse a directory where a tracker file names a checkpoint and no adapter finds one.
 
     Raises:
         FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder has no
@@ -95,11 +95,12 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
         folder: the folder of the checkpoint.
 
     Returns:
-        A warning for each that is next to the model: the steps are gone, the model does not depend on them.
+        A warning for each that is next to the model: the steps are gone, and the model does not depend on
+            them.
 
     Raises:
-        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it is the run's, and names
-            something else.
+        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it belongs to the run and
+            names something else.
     """
     warnings = []
     for file, finding in _find_lone_trackers(listing):

@@ -18,7 +18,7 @@ _NAMED = 3
 
 
 class Index(NamedTuple):
-    """An index: its path in the checkpoint, and where it is."""
+    """An index: its path in the checkpoint, and its full path."""
 
     path: str
     full: Path
@@ -39,9 +39,9 @@ class Strays:
     absent: frozenset[str] = frozenset()
 
     def left(self, findings: Iterable[Finding], index: str | None) -> list[Finding]:
-        """Remove findings that repeat these.
+        """Remove findings that only repeat this explanation.
 
-        These are that the index does not name a file with the tensors, and that the index counts other bytes
+        Such findings say that the index does not name a file with the tensors, or that it counts other bytes
         than its files have.
 
         Args:
@@ -80,7 +80,8 @@ def of_index(
         stored_names: names of the tensors in each file that could be read.
         paths: paths of the files, by their numbers.
         same: whether two files have the same bytes.
-        beside: opens the files that the index does not name; names of the tensors in each, by path.
+        beside: opens the files that the index does not name, and returns the names of the tensors in each, by
+            path.
         index: the index; None if there are several files.
     """
     everywhere = set().union(*stored_names.values())

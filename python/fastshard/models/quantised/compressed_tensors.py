@@ -132,9 +132,7 @@ class _Targets:
     def rank(self, name: str) -> int:
         """Return a number for how closely a module is named, 0 if it is not.
 
-        Of a module's class, its name shows only whether it is an embedding.
-
-        Of a module's class, its name shows only whether it is an embedding.
+        A name shows about the module's class only whether it is an embedding.
         """
         if not self._names.isdisjoint(spellings(name)):
             return 4

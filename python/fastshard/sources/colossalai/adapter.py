@@ -377,7 +377,7 @@ def _copied(
     contents: Contents,
     slices: _Stored,
 ) -> list[Finding]:
-    """Report directories of two ranks that are one, or have the same slice by torch's checksums."""
+    """Report two ranks whose directories are one, or hold the same slice by torch's checksums."""
     findings: list[Finding] = []
     roots = [root.resolve() for root in listing.roots]
     twice = [i for i, root in enumerate(roots) if root in roots[:i]]

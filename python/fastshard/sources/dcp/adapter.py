@@ -53,8 +53,7 @@ _MAX_LOOKED_INTO = 256
 
 @dataclass
 class _Records(Source):
-    """A source whose modules may have their own state: a merge keeps its tensors, and no model has a place
-    for it."""
+    """A source whose modules may have their own state, which merges keep and no model has a place for."""
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
         """Return the source with its weights only, as every source does, without the modules' own state."""
@@ -82,8 +81,7 @@ _Tensors = list[tuple[str, list[int], list[Any]]]
 
 
 class Framework(Protocol):
-    """A framework that saves with torch.distributed.checkpoint, under its own names and with further
-    files."""
+    """A framework that saves with torch.distributed.checkpoint, under its own names and with more files."""
 
     def take(
         self,
@@ -336,7 +334,7 @@ class _Placed:
 def _placed(
     described: dcp_metadata.Metadata, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
 ) -> _Placed:
-    """Locate the records of tensors in the files that exist, which are numbered as they occur.
+    """Locate the records of tensors in existing files, and number these files in order of occurrence.
 
     Raises:
         FastshardError: ``FS514`` for records that are not read, ``FS106`` for two records of one name.
@@ -400,8 +398,6 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
 
 def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
     """Yield a finding if the chunks of a tensor cannot cover all of it, whatever its files hold.
-
-    A lost file accounts for none of these elements.
 
     A lost file accounts for none of these elements.
     """

@@ -228,9 +228,9 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
 
 
 def same_save(described: Metadata, of_ranks: Metadata, tracker: File) -> None:
-    """Check that ranks' metadata next to that of all ranks agrees with it.
+    """Check that the metadata of single ranks agrees with that of all ranks next to it.
 
-    If not, one of them is from a save that was overwritten.
+    If they differ, one of them is from a save that was overwritten.
 
     Raises:
         FastshardError: ``FS106`` if they differ.

@@ -170,10 +170,8 @@ def _spans(
 ) -> list[tuple[int, int, int]] | None:
     """Return the place and extent of each piece along a dimension, in the shard's order.
 
-    The place is the first index in the shard, and the first index in the full tensor. None if some piece is
-    not a slice along the dimension.
-
-    Pieces are in the shard's order. None if some piece is not a slice along the dimension.
+    The place is the first index in the shard, and the first index in the full tensor. Return None if a piece
+    is not a slice along the dimension.
     """
     spans, pieces = [], rank.get("pieces")
     for piece in pieces if isinstance(pieces, list) else ():

@@ -2,9 +2,9 @@
 ``*rank_R.pt``.
 
 Each rank saves its own state dict. A DTensor states the mesh, the rank's place in it and the placements. A
-ShardedTensor states its shards and their offsets. Both state the shape of the full tensor: it is proven that
-the boxes tile it, and a file under another rank's name is found. Plain tensors are the same on every rank,
-and are compared.
+ShardedTensor states its shards and their offsets. Both state the shape of the full tensor, so the adapter
+proves that the boxes tile it, and finds a file under another rank's name. Plain tensors are the same on every
+rank, and are compared.
 """
 
 from __future__ import annotations

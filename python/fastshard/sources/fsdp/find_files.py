@@ -103,7 +103,7 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     """Choose the save to read; None if there is none.
 
     Raises:
-        FastshardError: ``FS106`` if there are several models or runs and nothing chooses; as
+        FastshardError: ``FS106`` if nothing decides among several models or runs; as
             :func:`fastshard.sources.choose_step.choose`.
     """
     found = [one for f in listing.files if (one := named(f, any_name=any_name)) is not None]

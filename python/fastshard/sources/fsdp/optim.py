@@ -213,7 +213,7 @@ def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
 
 
 def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], what: str) -> list[Finding]:
-    """Check that all ranks are from one step, by the files next to the model's, which states none."""
+    """Check by the files next to the model files, which state no step, that all ranks are from one step."""
     seen = {rank: tuple(sorted(set(steps))) for rank, steps in steps_by_rank.items() if steps}
     usual = Counter(seen.values()).most_common(1)[0][0] if seen else ()
     return [

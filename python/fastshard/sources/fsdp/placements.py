@@ -1,8 +1,8 @@
 """The box of a tensor that a rank stores, by the placements in its DTensor.
 
 source: torch/distributed/tensor/{_utils,_dtensor_spec,placement_types}.py. torch's own
-compute_local_shape_and_global_offset reads strided shards from left to right, which for uneven extents is not
-what FSDP2 has put there: it divides what tensor parallelism has left (fsdp/_fully_shard/_fsdp_param.py).
+compute_local_shape_and_global_offset reads strided shards from left to right. For uneven extents that is not
+what FSDP2 stores, as it divides what tensor parallelism leaves (fsdp/_fully_shard/_fsdp_param.py).
 """
 
 from __future__ import annotations

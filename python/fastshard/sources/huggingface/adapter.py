@@ -158,7 +158,8 @@ class HuggingFace:
         """Find the folder of a model: ``checkpoint-N`` by the rule of steps, parallel models by ``--step``.
 
         Raises:
-            FastshardError: ``FS106`` if nothing chooses, ``FS501`` if there is no such step.
+            FastshardError: ``FS106`` if nothing decides among several models, ``FS501`` if there is no such
+                step.
         """
         holding = [
             folder

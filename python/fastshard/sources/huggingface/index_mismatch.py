@@ -72,7 +72,7 @@ def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
 
 
 def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[Finding]:
-    """Warn of an index that names fewer files than their names count.
+    """Warn of an index that names fewer files than the numbers in their names state.
 
     The finding names a missing file if there is one.
 

@@ -125,8 +125,7 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 @dataclass(frozen=True)
 class Unnamed:
-    """Megatron-LM's dialect for a model with more than its tables cover; reading it reports the uncovered
-    setting."""
+    """Megatron-LM's dialect for models beyond its tables; reading one reports the uncovered setting."""
 
     lack: Lack
     name: str = megatron.DIALECT.name

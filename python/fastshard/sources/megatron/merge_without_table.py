@@ -405,8 +405,7 @@ class Wholes:
 
     @cached_property
     def _extents(self) -> dict[str, int | None]:
-        """Extents of divided dimensions in full tensors, by the arguments; None where these do not state
-        them."""
+        """Extents of divided dimensions in full tensors by the arguments; None if these state none."""
 
         def sized(*keys: str) -> int | None:
             return next((n for key in keys if (n := megatron.size(self.args, key)) is not None), None)

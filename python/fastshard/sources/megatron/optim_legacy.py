@@ -37,7 +37,7 @@ _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 @dataclass
 class _Chunk:
-    """A model, or the part of it in one virtual stage: the unit with its parameters, and these in order."""
+    """A model, or the part of it in one virtual stage: its unit, and its parameters in order."""
 
     unit: Unit
     parts: list[Part]

@@ -82,7 +82,7 @@ class RankGrid:
     def find_gaps(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Find the places whose files are missing, as first and last of each range of tensor-parallel ranks.
 
-        Each place is listed singly if they are few.
+        Places are listed singly if they are few.
         """
         there = set(self.places)
         every = itertools.product(range(self.pp), range(self.ep), range(self.tp))

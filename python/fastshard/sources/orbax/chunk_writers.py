@@ -1,7 +1,7 @@
 """The writer of a chunk, by the shardings that a save states, and whether other chunks of that writer exist.
 
-A process brings what it has of an OCDBT store there at once, and its devices' chunks lie together: where one
-of them is here, an absent one of the same writer was left out, not lost. source:
+A process writes its part of an OCDBT store at once, and the chunks of its devices lie together. So where one
+of them exists, a missing one of the same writer was left out, not lost. source:
 orbax/checkpoint/type_handlers.py (0.6.4): one atomic transaction for all arrays; the first replica's shards
 are written, or (``primary_host=None``) each process' own
 """

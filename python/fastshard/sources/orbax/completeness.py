@@ -161,7 +161,7 @@ def judge(
         arrays: arrays by name.
         keys: all keys of the store, ``<array>/<chunk>``.
         evidence: further evidence.
-        accept_elided: take absent chunks for fill values if the evidence decides nothing.
+        accept_elided: take missing chunks for fill values if the evidence decides nothing.
     """
     verdict = Verdict(COMPLETE)
     for name, array in sorted(arrays.items()):
@@ -202,7 +202,7 @@ def judge(
 
 
 def _left_out(array: Array, index: tuple[int, ...], evidence: Evidence, writers: Writers) -> bool | None:
-    """Return True for an absent chunk that was left out, False for one that was lost, None if undecided."""
+    """Return True for a missing chunk that was left out, False for one that was lost, None if undecided."""
     # No value is stated for chunks that are absent, or the writer leaves none out, or an index says that it
     # was there.
     if (

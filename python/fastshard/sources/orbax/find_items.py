@@ -34,7 +34,7 @@ _CHUNK = compile_when_used(r"^(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 @dataclass(frozen=True)
 class Process:
-    """The store of one process in an item's directory; it may have two."""
+    """The store of one process in an item's directory; a process may have two."""
 
     #: Name of its folder.
     folder: str
@@ -89,7 +89,7 @@ class Place:
         return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
 
     def inside(self, name: str) -> str:
-        """Return the path of a file in it, relative to the root; for the empty name, all paths' prefix."""
+        """Return the path of a file in it, relative to the root; for an empty name, the common prefix."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def files(self, listing: Listing, below: str = "") -> Iterator[tuple[str, File]]:

@@ -96,7 +96,9 @@ class Sharding:
     @property
     def alone(self) -> bool:
         """True for an array of one device and no mesh: saved by a run of one process only.
-        source: orbax type_handlers.py, ``Cannot serialize host local arrays``"""
+
+        source: orbax type_handlers.py, ``Cannot serialize host local arrays``
+        """
         return not self.axes
 
 

@@ -89,7 +89,7 @@ class Union:
     def copied(self) -> list[Finding]:
         """Report stores of different processes with the same manifest.
 
-        A manifest names files at random, so one store is a copy of the other.
+        A manifest has random names of files, so one store is a copy of the other.
         """
         return [
             Finding.of(

@@ -325,7 +325,7 @@ def _find_untied_head(
 def _is_tied(source: Source) -> bool:
     """Return True if the base ties its head to its embedding.
 
-    A config without the key does if the class ties by default.
+    For a config without the key, the default of the class decides.
     """
     return bool(source.binding.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
 

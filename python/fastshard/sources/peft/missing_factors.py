@@ -269,7 +269,7 @@ def _are_of_other_kind(
 ) -> bool:
     """Return True if layers may lack a module because the model has others there, as hybrids do.
 
-    They do so often, at regular intervals, or with other modules in its place.
+    That is so if such layers are in the majority, at regular intervals, or have other modules in its place.
     """
     steps = {b - a for a, b in itertools.pairwise(gaps)}
     in_turn = len(gaps) > 2 and len(steps) == 1

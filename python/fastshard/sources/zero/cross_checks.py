@@ -56,7 +56,7 @@ def _is_constant(crc: int, size: int) -> bool:
 
 
 def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) -> list[Finding]:
-    """Check that the model files state one step; ``word`` is the framework's term for a rank."""
+    """Check that the model files state the same step; ``word`` is the framework's term for a rank."""
     values: dict[tuple[int, int, str], list[tuple[str, Any, Any]]] = {}
     for key in ("iteration", "global_steps"):
         counters = [

@@ -200,9 +200,7 @@ def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
 def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
     """Yield (elements, partition, first element in it) of elements ``at..at + count``.
 
-    For zero elements, yields (0, 0, 0).
-
-    For zero elements, yields one entry without any.
+    For zero elements, yield (0, 0, 0).
     """
     if count == 0:
         yield 0, 0, 0

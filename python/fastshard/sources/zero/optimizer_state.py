@@ -1,10 +1,10 @@
 """The elements of each rank's flat ZeRO partition that make up a parameter.
 
-Stages 1 and 2 (and BF16_Optimizer) lay the parameters of a group one after another and cut the
-whole into one partition per data-parallel rank. Stage 3 cuts every parameter into one part per rank.
-Stage 0 keeps the optimizer's state in the model file.
-source: DeepSpeed runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py,
-utils/zero_to_fp32.py, utils/tensor_fragment.py
+Stages 1 and 2 (and BF16_Optimizer) lay the parameters of a group one after another and cut the resulting
+vector into one partition per data-parallel rank. Stage 3 cuts every parameter into one part per rank. Stage 0
+keeps the optimizer's state in the model file.
+source: DeepSpeed runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, utils/zero_to_fp32.py,
+utils/tensor_fragment.py
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
 
 
 def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
-    """Return the parameters that were not to be trained.
+    """Return the frozen parameters.
 
     The model file states them. Before ZeRO-2 they are the tensors that have no master weight and are neither
     a buffer nor another name of a trained parameter.
