@@ -45,7 +45,7 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
 
 
 def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:
-    """Hash the files to copy, by the same rule for links by which they were chosen.
+    """Hash the files to copy, under the rule for links by which they were chosen.
 
     The copies have these bytes.
 
@@ -98,7 +98,7 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
 def from_above(plan: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
     """Return files of the result from a folder above the checkpoint that the caller did not pass.
 
-    A config.json computed from one there is part of the result too.
+    A config.json that is computed from one there counts too.
     """
     paths = {name: Path(path) for name, path in copies if name not in given}
     config_file = plan.source.model.config_file

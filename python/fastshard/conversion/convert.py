@@ -197,10 +197,10 @@ def convert(
         node_local: each rank's ``source`` is its host's part of the checkpoint, and no rank can read all of
             it. Data that another host needs are transferred through the destination; ``FS525`` reports how
             many bytes.
-        check_loss: a text, or a file of token ids (.json, .npy or .safetensors): the loss of the result on
-            it is computed before anything is written, as by :func:`fastshard.loss`, and recorded in the
-            manifest. A loss as of an untrained model prevents the result. Only with ``to="hf"`` and without
-            ``rank``.
+        check_loss: a text, or a file of token ids (.json, .npy or .safetensors): the loss of the result on it
+            is computed before anything is written, as by :func:`fastshard.loss`, and recorded in the
+            manifest. A loss like that of an untrained model prevents the result. Only with ``to="hf"`` and
+            without ``rank``.
         expect_loss: the loss that the trainer computed on the same tokens; another one prevents the result.
         options: options for writing, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
             ``check_hub``, files that were downloaded from Hugging Face's hub are compared with the hashes in
@@ -442,7 +442,7 @@ def compared(
     bar: Progress,
     share: tuple[int, int],
 ) -> list[Finding]:
-    """Compare part ``share`` (n of t) of a source with the manifests about it.
+    """Compare part ``share`` (n of t) of a source with the manifests that describe it.
 
     Raises:
         FastshardError: with all findings, if they differ.

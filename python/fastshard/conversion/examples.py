@@ -1,7 +1,7 @@
 """Small checkpoints to try commands on: ``python -m fastshard.examples gpt_neox run --to gpt_neox --tp 2``.
 
-The weights are random, the same in every run, and of no use but this. What lies at OUT afterwards is what a
-training run leaves, or a publisher: no manifest.
+The weights are random, the same in every run, and of no other use. OUT then holds what a training run or a
+publisher leaves, without a manifest.
 """
 
 from __future__ import annotations

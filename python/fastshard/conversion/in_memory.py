@@ -1,4 +1,4 @@
-"""A conversion in memory: the tensors that it would write, made when they are read. Nothing is written."""
+"""A conversion in memory: the tensors that it would write, each computed when it is read."""
 
 from __future__ import annotations
 

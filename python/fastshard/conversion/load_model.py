@@ -1,4 +1,4 @@
-"""A checkpoint of any framework as a model of transformers, with nothing written."""
+"""Loading of a checkpoint of any framework into a model of transformers, without writing files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp32 master weights against parameters: compare, and rebuild the masters for a finetune."""
+"""Comparison of fp32 master weights with parameters, and rebuilding of master weights for a finetune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading as ``safetensors.safe_open`` does, whatever the checkpoint: the same calls, the same tensors."""
+"""Reading of any checkpoint with the methods of ``safetensors.safe_open``."""
 
 from __future__ import annotations
 

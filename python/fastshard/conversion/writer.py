@@ -1,4 +1,4 @@
-"""Writing a checkpoint from a script: tensor by tensor, checked, published whole or not at all."""
+"""Writing of a checkpoint from a script: tensor by tensor, checked, and published complete or not at all."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Writer:
         )
 
     def _resized(self) -> str | None:
-        """Return advice about a tensor of another shape, if the checkpoint's config is written along."""
+        """Return advice about a tensor of another shape, if the checkpoint's config is part of the result."""
         if self._like is None:
             return None
         return (

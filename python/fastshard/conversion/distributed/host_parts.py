@@ -1,5 +1,6 @@
-"""A host's part of a checkpoint as a result of its own, where hosts share no storage: copied as it is and
-hashed, put together and compared elsewhere."""
+"""One host's part of a checkpoint as a separate result, for hosts that share no storage: it is copied and
+hashed here, and combined and compared elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def _list_parts(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
 
 
 def settled(checkpoint: Checkpoint) -> bool:
-    """Return True if all of a checkpoint consists of pieces, whose files are at the paths of their hosts."""
+    """Return True if a checkpoint consists only of pieces, with files at the paths of their hosts."""
     return len(list(_list_parts(checkpoint))) == len(checkpoint.listing.roots)
 
 

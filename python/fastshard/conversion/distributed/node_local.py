@@ -1,8 +1,8 @@
 """Sources on the disks of several hosts: each rank has its own part of the checkpoint, and lends what the
-others ask for.
+others request.
 
-For the files of other ranks there are empty ones of the same names and sizes here; the core, and
-:mod:`fastshard.common.safe_files`, read what they stand for.
+Empty files of the same names and sizes replace those of other ranks here; the core, and
+:mod:`fastshard.common.safe_files`, read the contents of the originals.
 """
 
 from __future__ import annotations

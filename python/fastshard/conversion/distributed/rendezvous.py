@@ -1,5 +1,6 @@
-"""Ranks of one run: they meet at the destination, each says how it was started, and what keeps one from going
-on stops all."""
+"""The meeting of a run's ranks at its destination: each states how it was started, and an error of one rank
+stops all.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A run in parts that need not be made at the same time: begun once, each part made by any process on any
-host, committed once. What the parts do is what ranks do (:mod:`fastshard.conversion.distributed.rendezvous`),
-without waiting for one another."""
+"""Runs that are split into parts: a run is begun once, any process on any host writes a part at any time, and
+the run is committed once. Parts do what ranks do (:mod:`fastshard.conversion.distributed.rendezvous`),
+without waiting for one another.
+"""
 
 from __future__ import annotations
 

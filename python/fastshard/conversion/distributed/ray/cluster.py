@@ -1,4 +1,4 @@
-"""Ray, connected, and the nodes of its cluster."""
+"""The connection to Ray, and the nodes of its cluster."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
 
 
 def _reach(address: str | None) -> None:
-    """Check that a server listens at an address: Ray itself tries for minutes."""
+    """Check that a server listens at an address, as Ray itself retries for minutes."""
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
@@ -175,8 +175,7 @@ def on(ray: Any, node: str, *, soft: bool) -> Any:
 def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> tuple[list[Any], list[Any]]:
     """Wait until one task has ended, or all of them, or the time is up; return ended and other tasks.
 
-    The function sleeps itself instead of Ray, which raises its own KeyboardInterrupt for what a signal
-    handler raises.
+    The function sleeps itself, because Ray replaces the exception of a signal handler by a KeyboardInterrupt.
     """
     until = time.monotonic() + seconds
     while True:

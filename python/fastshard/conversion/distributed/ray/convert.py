@@ -1,7 +1,7 @@
-"""A run in parts (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: begun and
-committed here, made on the cluster's nodes.
+"""A split run (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: it is begun
+and committed here, and its parts are written on the cluster's nodes.
 
-Ray itself is imported when it is needed, and not before.
+Ray is imported only when it is needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ranks as tasks of Ray, one on each node and on no other: each has a part of the checkpoint on its own
-disk."""
+"""Ranks as tasks of Ray, each bound to one node, whose own disk has a part of the checkpoint."""
 
 from __future__ import annotations
 

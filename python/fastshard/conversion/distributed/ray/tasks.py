@@ -1,4 +1,4 @@
-"""Parts of a run as tasks of Ray, made again where a worker or a node dies."""
+"""Parts of a run as tasks of Ray, which are retried if a worker or a node dies."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class Tasks:
                 self._start(run, replace(task, node=node, cpus=cpus), pending)
 
     def _came_to(self, ref: Any, task: _Task) -> list[Finding]:
-        """Return the findings about why a task has failed; none if it has not."""
+        """Return the findings that say why a task failed; none if it did not fail."""
         exceptions = self._ray.exceptions
         try:
             outcome = self._ray.get(ref)
