@@ -48,7 +48,7 @@ class LayerOutputs:
 
 
 class Namer:
-    """Names the outputs of a run: a unit that runs again has a number behind its name."""
+    """The names of a run's outputs: a unit that runs again gets a number after its name."""
 
     def __init__(self, model: LayerwiseModel) -> None:
         self._layers = {id(unit): at for at, unit in enumerate(model.layers)}
@@ -91,14 +91,14 @@ def record(
     """Records the outputs of a trainer's model, for ``fastshard layers RECORD CHECKPOINT``.
 
     The model runs once, without gradients and in evaluation mode, on one process: a model whose tensors are
-    divided over ranks gathers them by itself, or is recorded with one rank. Written are the input of the
+    divided over ranks gathers them by itself, or is recorded with one rank. The file has the input of the
     first layer, the output of each layer and the logits, in the dtype in which they are computed, and the
     loss.
 
     Args:
         model: a torch module that is called with the tokens and returns logits, an object that has
             ``logits``, or a tuple that begins with them.
-        tokens: token ids of shape (sequences, length); the two numbers must differ, as they tell which
+        tokens: token ids of shape (sequences, length); the two numbers must differ, as they show which
             dimension of an output is which (Megatron and GPT-NeoX put the length first).
         path: the file to write, in the format of safetensors.
         layers: the decoder layers in their order; default: the longest ModuleList, or Sequential, whose
@@ -107,7 +107,7 @@ def record(
 
     Raises:
         FastshardError: ``FS515`` if the layers cannot be found, or the outputs do not have the tokens' shape;
-            ``FS504`` if the file exists and is no record, ``FS501`` if its folder is missing.
+            ``FS504`` if the file exists and is not a record, ``FS501`` if its folder is missing.
     """
     import torch
     from safetensors.torch import save_file

@@ -77,10 +77,10 @@ class LayerwiseModel:
         device: the device that computes.
 
     Raises:
-        FastshardError: ``FS514`` for a model that is no causal language model of the installed transformers,
-            or if this version lacks what loads tensors one by one; ``FS102`` or ``FS108`` if a tensor of the
-            model is missing, or is unexpected; ``FS201`` for a wrong shape; ``FS515`` for a device that is
-            not there.
+        FastshardError: ``FS514`` for a model that is not a causal language model of the installed
+            transformers, or if this version cannot load tensors one by one; ``FS102`` or ``FS108`` if a
+            tensor of the model is missing, or is unexpected; ``FS201`` for a wrong shape; ``FS515`` for a
+            device that does not exist.
     """
 
     def __init__(self, view: PlannedView, device: str = "cpu") -> None:
@@ -104,7 +104,7 @@ class LayerwiseModel:
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of a sequence, at most, as the config states it; None if it does not."""
+        """Maximum number of tokens in a sequence, as the config states it; None if it states none."""
         text = self.model.config.get_text_config()
         lengths = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions"))
         return next((number for number in lengths if isinstance(number, int) and number > 0), None)
@@ -273,10 +273,9 @@ class LayerwiseModel:
         return places
 
     def _find_ties(self, filled: set[str]) -> dict[str, str]:
-        """Find the stored tensor that each tied name without one shares, by the names in the model.
+        """Find the stored tensor for each tied name that has none, by the names in the model.
 
-        Two tied tensors that are both stored are loaded separately: ``from_pretrained`` ties equal ones
-        alone.
+        Two tied tensors that are both stored are loaded separately: ``from_pretrained`` ties only equal ones.
 
         Raises:
             FastshardError: ``FS102`` if a tensor of the model is stored under none of its names.
@@ -299,8 +298,7 @@ class LayerwiseModel:
         return ties
 
     def _is_converted(self, name: str) -> bool:
-        """Return True if a converter of several results may fill a name that no stored tensor is placed
-        under."""
+        """Return True if a converter with several results may fill a name that no stored tensor has."""
         return any(
             len(rule.target_patterns) > 1
             for rule in self._config.weight_mapping
@@ -308,7 +306,7 @@ class LayerwiseModel:
         )
 
     def _attach(self) -> None:
-        """Load the units that stay, tie what is tied, and let the others be loaded when they run."""
+        """Load the units that stay, tie what is tied, and have the other units loaded when they run."""
         for unit in self.units:
             if unit.stays:
                 self._load(unit)
@@ -405,8 +403,7 @@ def _pass_output(unit: Unit, watch: Watch) -> Callable[..., Any]:
 
 
 def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-    """Find the hidden states among the arguments of a module: a position or a name; None if there are
-    none."""
+    """Find the hidden states among a module's arguments: a position or a name; None if there are none."""
     if "hidden_states" in kwargs:
         return "hidden_states"
     return next((at for at, value in enumerate(args) if hasattr(value, "is_floating_point")), None)
@@ -505,7 +502,7 @@ def _find_class_name(config: dict[str, Any]) -> str:
     """Return the name of the class of transformers that a config names.
 
     Raises:
-        FastshardError: ``FS514`` if it is no causal language model of this version.
+        FastshardError: ``FS514`` if it is not a causal language model of this version.
     """
     import transformers
     from transformers.models.auto.modeling_auto import (
@@ -534,7 +531,7 @@ def _find_class_name(config: dict[str, Any]) -> str:
 def _build(class_name: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """Build a model with its parameters on the meta device and its buffers in memory.
 
-    Buffers that no file has are computed by the constructors.
+    The constructors compute buffers that no file has.
 
     Raises:
         FastshardError: ``FS514`` for a config that the class does not take.
@@ -560,7 +557,7 @@ def _choose_device(device: Any) -> torch.device:
     """Return the device that computes.
 
     Raises:
-        FastshardError: ``FS515`` for a device that torch does not have here.
+        FastshardError: ``FS515`` for a device that torch does not find.
     """
     import torch
 
@@ -585,7 +582,7 @@ _building = threading.Lock()
 def _parameters_on_meta() -> Iterator[None]:
     """Move each parameter to the meta device when a module registers it, before it is initialised.
 
-    Modules that other threads build meanwhile are as they always are.
+    Modules that other threads build meanwhile are not affected.
     """
     import torch
 

@@ -210,7 +210,7 @@ def _find(
     tolerance: float,
     batch: Batch,
 ) -> list[Finding]:
-    """Find what is wrong with a loss; an expected one decides alone."""
+    """Find what is wrong with a loss; if an expected loss is given, it alone decides."""
     origin = batch.origin
     if not math.isfinite(mean):
         return [Finding.of(codes.UNTRAINED, "the loss is not a number", got=str(mean), file=origin)]

@@ -60,8 +60,8 @@ def make_batch(model: LayerwiseModel, text: StrPath | None, tokens: Any, length:
         most: tokens of the batch, at most.
 
     Raises:
-        FastshardError: ``FS515`` for a text beside tokens; ``FS211`` for values that are not token ids,
-            ``FS209`` without a tokenizer.
+        FastshardError: ``FS515`` for a text together with tokens; ``FS211`` for values that are not token
+            ids, ``FS209`` without a tokenizer.
     """
     if text is not None and tokens is not None:
         raise FastshardError.of(codes.USAGE, "both a text and tokens are given", help="leave one of them out")
@@ -148,7 +148,7 @@ def _encode(view: PlannedView, text: str) -> tuple[torch.Tensor, list[int]]:
 
 
 def _divide(ids: torch.Tensor, length: int, most: int, prefix: Sequence[int]) -> torch.Tensor:
-    """Divide ids into sequences of one length, each with the prefix; what is left over at the end is dropped.
+    """Divide ids into sequences of one length, each with the prefix; the remainder is dropped.
 
     Raises:
         FastshardError: ``FS211`` for fewer than two ids.
@@ -174,7 +174,7 @@ def _as_tensor(tokens: Any) -> tuple[torch.Tensor, str]:
     """Return token ids as a tensor of one or two dimensions, and where they are from.
 
     Raises:
-        FastshardError: ``FS211`` if they are no integers, or have another shape.
+        FastshardError: ``FS211`` if they are not integers, or have another shape.
     """
     import torch
 
@@ -205,7 +205,7 @@ def _read_ids(path: Path) -> Any:
     """Read token ids from a file, by the ending of its name; nothing in it is executed.
 
     Raises:
-        FastshardError: ``FS211`` for a file of another kind, or one that cannot be read as what it is called.
+        FastshardError: ``FS211`` for a file of another kind, or one whose content does not match its ending.
     """
     import numpy as np
 

@@ -1,5 +1,4 @@
-"""Statement of in-toto about a published result: SHA-256 of each file, BLAKE3 of each tensor, and its
-origin."""
+"""The in-toto statement about a result: SHA-256 of each file, BLAKE3 of each tensor, and its origin."""
 
 from __future__ import annotations
 

@@ -97,9 +97,9 @@ def find(
     """Searches for a checkpoint's missing files in other folders, and gives commands that copy them.
 
     The function copies nothing. It looks for the files that the headers show to be missing, as
-    :func:`fastshard.inspect` lists them. A file is found if its hash is that in a manifest. Without a hash
-    its name must fit, and the folders below the step's, and the name of the step: files of other ranks and
-    of other steps often have the same name. Of several files with different content none is chosen.
+    :func:`fastshard.inspect` lists them. A file is found if its hash is that in a manifest. Without a hash,
+    its name, the folders below the step's and the name of the step must fit, because files of other ranks and
+    of other steps often have the same name. If several files with different content fit, none is chosen.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths; a file goes to the first path.
@@ -324,7 +324,7 @@ def _check(
 def _misfit(candidate: Path, name: str, path: Path) -> str | None:
     """Return why the folders of a candidate say that it is another file, or say too little; None if they fit.
 
-    The step and everything below it must be the same. Without a step, all of the name must be.
+    The step and everything below it must be the same. Without a step, the complete path must be the same.
     """
     step, below = _split_at_step(path)
     other, _ = _split_at_step(candidate)

@@ -96,7 +96,7 @@ class _Tensor:
 
 @dataclass
 class _Pending:
-    """A step that may still be written: its files, and since when they are so."""
+    """A step that may still be written: its files, and the time since which they are unchanged."""
 
     states: FileStates
     since: float
@@ -121,7 +121,7 @@ class RunFollower:
     """The new steps of a run, in rounds: :meth:`follow_once` judges those whose save is complete.
 
     A save is complete when a tracker file names the step, or when its files did not change for ``rest``
-    seconds. Steps that are complete when following begins are known, and only compared with.
+    seconds. Steps that are complete when following begins are not judged; later steps are compared with them.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RunFollower:
         memory: str | int | None = None,
         **opening: Unpack[OpenOptions],
     ) -> None:
-        """Read the steps that are there.
+        """Read the steps that exist.
 
         Raises:
             FastshardError: if there is no such folder.
@@ -154,8 +154,8 @@ class RunFollower:
     def follow_once(self) -> list[FollowedStep]:
         """Judge the steps whose save was completed since the last round, oldest first.
 
-        A step is judged again when its files have changed and rest again: it was saved anew. A change of a
-        complete step is seen by its folder: a file or a folder in it has come, gone or taken another's place.
+        A step is judged again if its files change and then rest again, because it was saved anew. Its folder
+        shows the change of a complete step: a file or a folder in it was added, removed or replaced.
         """
         folder = self._find_folder()
         if folder is None:
@@ -343,7 +343,7 @@ def _describe_differences(tensors: dict[str, _Tensor], earlier: dict[str, _Tenso
 def run_command(command: str, followed: FollowedStep) -> int:
     """Run a shell command for a step with errors, and return its exit code.
 
-    Environment variables have the step and its first error. The command's output goes to stderr.
+    Environment variables state the step and its first error. The command's output goes to stderr.
     """
     finding = followed.finding
     assert finding is not None, "only steps with errors have something to report"

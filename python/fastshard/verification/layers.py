@@ -124,8 +124,7 @@ def layers(
     progress: Report = False,
     **options: Unpack[Loading],
 ) -> LayerComparison:
-    """Compares what each layer of two models computes on the same input, from the shards of their
-    checkpoints.
+    """Compares the outputs of each layer of two models on the same input, from their checkpoints' shards.
 
     Each unit of B is given what the same unit of A was given, so that exactly the damaged ones differ. Two
     models of one class and one dtype are equal bit for bit where nothing differs. If both checkpoints have
@@ -243,7 +242,7 @@ def _list_unproven(right: LayerOutputs, model: LayerwiseModel) -> list[str]:
 
 
 def _choose_tolerance(right: LayerOutputs, model: LayerwiseModel) -> float:
-    """Choose the relative difference that is rounding: none for the same code in the same dtype."""
+    """Choose the relative difference that counts as rounding: none for the same code in the same dtype."""
     own = str(model.dtype).removeprefix("torch.")
     if not right.is_record and right.model_class == model.class_name and right.dtype == own:
         return 0.0
@@ -294,10 +293,9 @@ def _compare(
 
 
 def _measure(theirs: torch.Tensor, own: torch.Tensor) -> tuple[float, float]:
-    """Measure how much two outputs differ: the root mean square of the tokens' relative differences, and the
-    largest.
+    """Measure the relative differences of two outputs' tokens: return their root mean square and maximum.
 
-    Where one has more columns, rows of a padded vocabulary, the common ones are compared.
+    If one output has more columns because of a padded vocabulary, the common columns are compared.
     """
     import torch
 
@@ -322,7 +320,7 @@ def _split(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _diff_configs(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """List the values that differ in two configs, by key; keys of a part have its name before them."""
+    """List the values that differ in two configs, by key; keys of a part begin with its name."""
     differences: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*a, *b}):
         mine, theirs = a.get(key), b.get(key)

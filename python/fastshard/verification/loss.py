@@ -36,17 +36,17 @@ def loss(
 ) -> Loss:
     """Computes the loss of a causal language model from the shards of its checkpoint, and writes nothing.
 
-    One decoder layer is in memory at a time, so that a model runs that does not fit. Each weight is read
-    once. A class of transformers computes; the logits equal those of the converted model.
+    One decoder layer is in memory at a time, so that a model runs even if it does not fit into memory. Each
+    weight is read once. A class of transformers computes; the logits equal those of the converted model.
 
     Args:
         paths: as for :func:`fastshard.open`; or a view from ``fastshard.open(..., to="hf")``.
         text: a text file in UTF-8; default: a page of text in the package. The checkpoint's tokenizer divides
             it.
-        tokens: token ids in the place of a text: a .json, .npy or .safetensors file, a sequence, an array or
-            a tensor, of one dimension or of two (sequences, length).
+        tokens: token ids instead of a text: a .json, .npy or .safetensors file, a sequence, an array or a
+            tensor, of one dimension or of two (sequences, length).
         expect_loss: the loss that the trainer computed on the same tokens.
-        tolerance: how far the loss may be from it; default 0.02.
+        tolerance: how far the loss may be from ``expect_loss``; default 0.02.
         sequence_length: tokens of a sequence, at most.
         max_tokens: tokens in all, at most; all are computed at once.
         device: the device that computes, e.g. ``cuda``.
@@ -59,8 +59,9 @@ def loss(
         number, and (``FS319``) for one that differs from ``expect_loss``.
 
     Raises:
-        FastshardError: as :func:`fastshard.open`; ``FS514`` for a model that is no causal language model of
-            the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory is too small.
+        FastshardError: as :func:`fastshard.open`; ``FS514`` for a model that is not a causal language model
+            of the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory is too
+            small.
         ImportError: without transformers and torch.
     """
     return measure_loss(

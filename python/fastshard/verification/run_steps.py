@@ -147,8 +147,8 @@ def list_steps(
         run: folder of a run.
         verify: read all data of each step, as :func:`fastshard.verify` does.
         state: with ``verify``, a folder outside of the run that keeps a manifest of each verified step. A
-            step whose files did not change since is not read again; one whose files did is compared with its
-            manifest.
+            step whose files did not change since is not read again; one whose files changed is compared with
+            its manifest.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 

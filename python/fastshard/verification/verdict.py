@@ -16,8 +16,8 @@ __all__ = ["Verdict"]
 class Verdict(Sequence[Finding]):
     """The result of :func:`fastshard.verify`: a sequence of findings, and whether the checkpoint is in order.
 
-    It is the sequence of its findings, and equal to a list of the same findings. It has no truth value,
-    because an empty sequence is false, although it is the good case here.
+    It equals a list of the same findings. It has no truth value, because an empty sequence, the good case
+    here, would be false.
     """
 
     __slots__ = ("_findings", "checked")

@@ -73,12 +73,12 @@ def verify(
 
     Files that were downloaded from Hugging Face's hub are compared with the hashes in its cache or
     ``--local-dir``. Without a manifest, the function checks structure, zip CRC32, expected tensors and
-    shapes, replicas, duplicated shards, padding, NaN, and slabs of zeros (``FS313``), which are typical of a
-    lost shard.
+    shapes, replicas, copied files, padding, NaN, and all-zero blocks (``FS313``), which are typical of a lost
+    shard.
 
-    An inventory (from :func:`fastshard.manifest`) and a manifest inside the checkpoint are compared file by
-    file. A result's manifest from another place is compared tensor by tensor if it lists full tensors: this
-    checks the sources of that result.
+    A manifest from :func:`fastshard.manifest`, and one inside the checkpoint, are compared file by file. A
+    result's manifest from another place is compared tensor by tensor if it lists full tensors: this checks
+    the sources of that result.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -275,7 +275,7 @@ def _lists_itself(plan: Plan) -> bool:
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
     """Return a statement that the files' own checksums match, if all files have them.
 
-    They show damage, but not an exchanged file.
+    Checksums show damage, but not a replaced file.
     """
     held = [file for file in checkpoint.files if file["tensors"]]
     if (
