@@ -65,7 +65,7 @@ class _Run:
 
 
 class SaveGuard:
-    """Checks that all ranks see one storage, and checks each save after it is made.
+    """A guard for the saves of a run: it checks that all ranks see one storage, and then each save.
 
     Rank 0 reads the headers of a save at once, and compares them with the step before. A background process
     of low priority then reads the data. Other ranks do nothing, and no rank waits for another after a save.
@@ -254,7 +254,7 @@ class SaveGuard:
     def _report(self, verdicts: list[StepVerdict]) -> None:
         """Warn of errors, or raise them.
 
-        A background process that could not run says nothing about a save, so it is only warned of.
+        A background process that could not run says nothing about a save, so it only causes a warning.
         """
         errors = [verdict for verdict in verdicts if not verdict.ok]
         fatal: list[Finding] = []

@@ -18,7 +18,7 @@ __all__ = ["CheckpointGuard"]
 
 
 class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
-    """Checks storage before training and each checkpoint after its save: ``Trainer(callbacks=[...])``.
+    """A callback that checks storage before training, and then each save: ``Trainer(callbacks=[...])``.
 
     The guard takes over ``save_total_limit`` for the training: the Trainer deletes old checkpoints before a
     callback sees the new one. The guard deletes after the check, and keeps the last checkpoint that was fully
@@ -42,8 +42,8 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
             on_failure: ``"warn"`` issues a warning and logs it; ``"raise"`` raises FastshardError on rank 0.
             threads: threads of the background process; default: one for each core.
             timeout: seconds that ranks wait for one another before the training; default 600.
-            wait: seconds to wait at the end of the training for each verification that has not ended. At most
-                two have not; other ranks that go on to a collective operation wait as long.
+            wait: seconds to wait at the end of the training for each verification that has not ended. There
+                are at most two of them; other ranks that go on to a collective operation wait as long.
         """
         self._options: dict[str, Any] = {"like": like, "on_failure": on_failure, "threads": threads}
         self._timeout, self._wait = timeout, wait

@@ -110,7 +110,7 @@ def _share_heap(threshold: int) -> None:
 def new_context() -> Any:
     """Return the context that the stores of one checkpoint share.
 
-    It keeps nodes of their indices, and no chunk that the core does not keep itself.
+    It caches nodes of their indices and no chunks: the core keeps those that it needs.
     """
     index = _share(_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST)
     return library().Context(

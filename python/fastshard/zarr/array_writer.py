@@ -89,10 +89,9 @@ class Array:
 
 
 class StoreWriter:
-    """A writer of one store; the core calls :meth:`begin`, :meth:`write` from several threads,
-    :meth:`finish`.
+    """A writer of one store, whose methods the core calls: :meth:`write` from several threads at a time.
 
-    Each returns None, or a JSON array of findings.
+    :meth:`begin`, :meth:`write` and :meth:`finish` return None, or a JSON array of findings.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ WIDER = {
 
 
 def fill(dtype: str) -> object:
-    """Return zero as metadata of zarr v3 has it.
+    """Return zero as zarr v3 metadata writes it.
 
     source: zarr specs, core v3, fill values
     """
