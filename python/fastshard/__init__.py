@@ -1,5 +1,5 @@
 """fastshard: turns the shards that large-model training leaves behind into a checkpoint that is provably
-whole.
+complete.
 
 >>> import fastshard
 >>> from fastshard import examples

@@ -10,7 +10,7 @@ from errno import ENOMEM
 
 
 def _end(number: int, frame: object) -> None:
-    """Ends the process without a word: nothing has begun until the command line takes signals over."""
+    """End the process without a message: nothing has begun before the command line handles signals."""
     os._exit(128 + number)
 
 
@@ -21,7 +21,7 @@ for _number in (SIGINT, SIGTERM):
 
 
 def _is_of_memory(error: Exception) -> bool:
-    """True where memory does not hold the program; of a module the loader says no more than these words."""
+    """Return True if memory is too small for the program; for a module, only the loader's words show it."""
     words = ("failed to map segment", "annot allocate memory", "cannot map zero-fill pages")
     return (
         isinstance(error, MemoryError)
@@ -31,7 +31,7 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def _print_version() -> bool:
-    """Prints the version without the command line; False where that has to say why it cannot be printed."""
+    """Print the version without the command line; return False if the command line must report an error."""
     from . import _core
 
     try:
@@ -44,7 +44,7 @@ def _print_version() -> bool:
 
 
 def main() -> int:
-    """Runs the command line and returns its exit code: 2 too where memory does not hold the program."""
+    """Run the command line and return its exit code: 2 also if memory is too small for the program."""
     # What imports and the reading of names make is no garbage: looking for some among it takes a fifth of a
     # short run.
     gc.set_threshold(100_000, 20, 20)

@@ -1,10 +1,10 @@
 """Small checkpoints to try commands on: ``python -m fastshard.examples gpt_neox run --to gpt_neox --tp 2``.
 
-The weights are random, the same in every run, and of no use but this. What lies at OUT afterwards is what a
-training run leaves, or a publisher: no manifest.
+The weights are random, the same in every run, and of no other use. OUT then holds what a training run or a
+publisher leaves, without a manifest.
 """
 
-# The public path: what it is lies in fastshard.conversion.examples.
+# The public path; the code is in fastshard.conversion.examples.
 from .conversion.examples import CONFIGS, main, make, tensors
 
 __all__ = ["CONFIGS", "main", "make", "tensors"]
