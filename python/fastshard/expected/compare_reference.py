@@ -1,4 +1,4 @@
-"""A checkpoint against the roster of a reference: what differs, what explains it, and what of it is wrong."""
+"""Comparison of a checkpoint with a reference: differences, their explanations, and the findings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The list of the tensors that a config promises: as a document, and as what a checkpoint is compared
-with."""
+"""The list of the tensors that a config promises, as a document and as a roster for comparisons."""
 
 from __future__ import annotations
 
@@ -253,7 +252,7 @@ def roster_of(
 ) -> _core.Roster:
     """Convert the list into a roster to compare a checkpoint with: names on disk or in memory.
 
-    Of tied tensors, any one is enough.
+    One of several tied tensors is enough.
 
     Dtypes are not part of the comparison: a model is saved in the dtype in which it was trained.
 

@@ -1,9 +1,8 @@
-"""Layers that repeat, held against each other: what one of them lacks, or has in another shape, that its
-sisters have.
+"""Comparison of repeated layers with each other: tensors that one lacks, or has in another shape.
 
-Kinds of layers alternate (experts in every n-th, attention among state spaces, dense ones first) and extents
-may differ from layer to layer, so a layer is only held against those that have all that it has, and what
-remains must be unanimous.
+Kinds of layers alternate (experts in every n-th, attention among state spaces, dense ones first), and extents
+may differ from layer to layer. So a layer is only compared with those that have all of its tensors, and these
+must agree.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Stack:
     def is_layers(self) -> bool:
         """True for layers of a transformer.
 
-        They are numbered outside all others, consist of several modules each, and are no stages of layers.
+        They are numbered outside all others, consist of several modules each, and are not stages of layers.
         """
         if self.word not in _LAYERS or any(part.isdecimal() for part in self.prefix.split(".")):
             return False
@@ -84,12 +83,12 @@ class Stack:
 
     @property
     def count(self) -> int:
-        """How many there are by the largest number."""
+        """Number of elements, by the largest number in their names."""
         return max(self.elements.keys() | self.lost) + 1 + self.further
 
     @cached_property
     def holders(self) -> Counter[str]:
-        """How many elements have each tensor."""
+        """Number of elements that have each tensor."""
         return Counter(rest for element in self.elements.values() for rest in element)
 
     def gaps(self) -> list[int]:
@@ -100,7 +99,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class FewExperts:
-    """The tensors of a model without the experts that are like those before them."""
+    """The tensors of a model without experts that are like those before them."""
 
     tensors: Mapping[str, ShapeDtype]
     #: How many experts are left out at each place of the names, by the name up to their number.
@@ -108,10 +107,11 @@ class FewExperts:
 
 
 def leave_out_equal_experts(tensors: Mapping[str, ShapeDtype]) -> FewExperts | None:
-    """Leave out all but the first experts of each layer; None where these do not stand for the others.
+    """Leave out all but the first experts of each layer; None if these do not represent the others.
 
-    They do where the experts of each layer are numbered from 0 without a gap and have the same tensors in the
-    same shapes and dtypes, and where all layers that have experts at the same place have as many.
+    They do if the experts of each layer are numbered from 0 without a gap and have the same tensors in the
+    same shapes and dtypes, and if all layers that have experts at the same place have the same number of
+    them.
     """
     experts: dict[str, dict[str, dict[str, ShapeDtype]]] = defaultdict(lambda: defaultdict(dict))
     kept: dict[str, ShapeDtype] = {}
@@ -151,7 +151,7 @@ def stacks(
     Args:
         tensors: tensors that exist.
         lost: names of missing tensors that a finding already reports.
-        further: how many more there are that are like the last, by the prefix of the stack.
+        further: number of further elements that are like the last, by the prefix of the stack.
     """
     found: dict[str, Stack] = {}
     for name, stored in tensors.items():
@@ -178,7 +178,7 @@ def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def find_repeated(stacks: Iterable[Stack]) -> set[str]:
-    """Names that are held against sisters: one of them that is gone, or another shape, would be seen."""
+    """Return the names that similar layers repeat, so that a missing tensor or another shape is noticed."""
     return {
         f"{stack.prefix}{number}.{rest}"
         for stack in stacks
@@ -231,7 +231,7 @@ def _lacking(stack: Stack) -> Iterator[Finding]:
 
 
 def _left_of(rest: str, modules: set[str]) -> str:
-    """Return the innermost module of a tensor, with its dot, of which a layer has a tensor.
+    """Return the innermost module of a tensor of which a layer has any tensor, with its dot.
 
     The result is empty for the layer itself.
     """

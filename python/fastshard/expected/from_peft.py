@@ -1,5 +1,4 @@
-"""The tensors that an adapter's config promises, listed by the peft and the transformers that are
-installed."""
+"""The tensors that an adapter's config promises, listed by the installed peft and transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tensors that a config promises, listed by the transformers that is installed (``fastshard
-expected``)."""
+"""The tensors that a config promises, listed by the installed transformers (``fastshard expected``)."""
 
 from __future__ import annotations
 

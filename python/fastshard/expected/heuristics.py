@@ -1,8 +1,8 @@
-"""Evidence about a model that no table and no reference describes: its layers against each other, and against
-its config.
+"""Evidence about a model that neither a table nor a reference describes: comparisons of its layers with each
+other and with its config.
 
-Everything is judged from names, shapes and dtypes of whole tensors. A finding is an error where nothing else
-explains what is seen, a warning where something could; what nothing speaks of is counted, not judged.
+The checks see only names, shapes and dtypes of full tensors. A finding is an error if nothing else explains
+it, and a warning if something could. Tensors that nothing can be compared with are counted, not judged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint lacks or has too much, by a reference, and what explains that."""
+"""Tensors that a checkpoint lacks, or has in addition, by a reference, and the reasons for that."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Drop layers that the two configs count differently, if exactly these are missing or unexpected."""
+    """Drop layers that only one of the two configs counts, if exactly these are missing or unexpected."""
     own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
     if own is None or theirs is None or own == theirs:
         return Unmatched(unmatched.missing, unmatched.further)

@@ -1,10 +1,9 @@
-"""A model that was saved under its names in memory, written as ``save_pretrained`` writes it: two layout
-tables, made of a list.
+"""Two layout tables that write a model with names in memory as ``save_pretrained`` does, made from a list.
 
-transformers 5 holds tensors under other names than it writes, and fuses experts. Its list says of what parts
-of memory each tensor on disk is made (:class:`~fastshard.expected.expected_list.Part`). From these follow a
-table of the tensors in memory and one of those on disk, which meet in the same canonical tensors; the layout
-engine does the rest.
+transformers 5 holds tensors under other names than it writes, and fuses experts. Its list states the parts of
+tensors in memory that make up each tensor on disk (:class:`~fastshard.expected.expected_list.Part`). From
+these follow a table of the tensors in memory and one of those on disk, which meet in the same canonical
+tensors; the layout engine does the rest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Parts of a model that its config promises besides its layers: by which keys, and by which names their
-tensors are known.
+"""Parts of a model that its config promises besides its layers: the keys that promise them, and the names of
+their tensors.
 
-One table, which knows no class: what a class builds of a part, a layout table or the list of transformers
-says.
+One table serves all classes: a layout table, or the list of transformers, states what a class builds of a
+part.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Part:
 
     @property
     def is_many(self) -> bool:
-        """Whether the description of the part is a plural."""
+        """True if the description of the part is plural."""
         return self.number > 1 if self.number is not None else bool(self.kind.words)
 
     def _beyond(self, name: str) -> tuple[int, str] | None:

@@ -1,5 +1,4 @@
-"""References: good checkpoints of the same model that another one is held against (``--like``), by headers
-alone."""
+"""References (``--like``): good checkpoints of the same model, compared with another one by headers alone."""
 
 from __future__ import annotations
 

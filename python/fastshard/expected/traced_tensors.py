@@ -1,12 +1,12 @@
-"""Follows tensors through views and copies: what each of a model's tensors on disk is made of in memory.
+"""Tracing of tensors through views and copies: the tensors in memory that make up each one on disk.
 
-Part of the program of :mod:`transformers_worker`, so nothing of fastshard is imported. Tensors lie on the
-``meta`` device: no value is there to be moved, and each operation is followed by its arguments. What is not a
-mere move of elements has no parts.
+This module is part of the program of :mod:`transformers_worker`, so it imports nothing of fastshard. Tensors
+are on the ``meta`` device: they have no values to move, and the trace follows each operation by its
+arguments. A result has no parts if its operation does more than move elements.
 
-A part is a box of the result and where its elements lie in one tensor in memory: the name, the first element,
-the first index of the box in each dimension of the result, and of each dimension its digits. A digit is a
-pair of an extent and a stride in memory, in elements; a dimension runs through its digits, the outermost
+A part is a box of the result, with the place of its elements in one tensor in memory: the name, the first
+element, the first index of the box in each dimension of the result, and the digits of each dimension. A digit
+is a pair of an extent and a stride in memory, in elements; a dimension runs through its digits, the outermost
 first.
 """
 

@@ -1,14 +1,14 @@
-"""Lists the tensors that a config promises, by the transformers that is installed: a program of its own, in a
-process of its own.
+"""A program for a separate process, which lists the tensors that a config promises, with the installed
+transformers.
 
     python -I transformers_worker.py ASKED ANSWER
 
-ASKED is a JSON file: `config` (cleaned by whoever asks), `class` (a name, or null), `path` (where packages
-are looked for) and `memory` (bytes); and `stored`, names, dtypes and shapes, to ask what a load of these
-would complain about; and `adapter`, the config of an adapter of peft, with `adapter_tensors`, shapes by
-names, to ask what peft saves of it and misses in these. ANSWER is written as JSON: the list, or `error`. The
-model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint is there to run.
-Nothing of fastshard is imported.
+ASKED is a JSON file: `config` (cleaned by the caller), `class` (a name, or null), `path` (the search path for
+packages) and `memory` (bytes). With `stored` (names, dtypes and shapes), the program lists the problems of a
+load of these tensors. With `adapter` (the config of a peft adapter) and `adapter_tensors` (shapes by names),
+it lists what peft saves of the adapter and misses in these. ANSWER is written as JSON: the list, or `error`.
+The model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint can run. The
+program imports nothing of fastshard.
 
 source: transformers 5.24 modeling_utils.py (save_pretrained, _from_config), core_model_loading.py
     (revert_weight_conversion)
@@ -60,7 +60,7 @@ def on_meta() -> Iterator[None]:
 
 
 def decoded(value: Any) -> Any:
-    """Decode numbers in a config that JSON lacks and transformers encodes."""
+    """Decode numbers that JSON lacks, as transformers encodes them in a config."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
