@@ -1,7 +1,7 @@
 """The target DeepSpeed universal: a folder of files per parameter, which DeepSpeed loads on any number of
 ranks.
 
-source: DeepSpeed checkpoint/ds_to_universal.py (what is written), runtime/base_optimizer.py and
+source: DeepSpeed checkpoint/ds_to_universal.py (what it writes), runtime/base_optimizer.py and
     runtime/zero/stage3.py (what is
 read: stages 1 and 2 want ``{"param": tensor}``, stage 3 takes it since 0.18), runtime/engine.py (what a model
     file must say)

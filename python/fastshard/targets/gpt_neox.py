@@ -1,7 +1,7 @@
 """The GPT-NeoX target: files by pipeline layer or by rank, rank files with arguments, and the config.
 
-What is written is what `megatron/checkpointing.py` loads by way of DeepSpeed: no optimizer state and no
-random states, so the config says ``finetune``.
+The target writes what `megatron/checkpointing.py` loads through DeepSpeed: no optimizer state and no random
+states, so the config says ``finetune``.
 source: gpt-neox megatron/checkpointing.py and neox_arguments/neox_args.py; DeepSpeed runtime/engine.py
 (`_save_checkpoint`) and runtime/pipe/module.py (`save_state_dict`)
 """

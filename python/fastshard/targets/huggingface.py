@@ -314,7 +314,7 @@ def _special_tokens(
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Add the ids of the tokenizer's special tokens to a new config.
 
-    The defaults of transformers differ, and with them a model generates past the end.
+    With the defaults of transformers, which differ, a model would generate past the end.
     """
     if tokenizer is None:
         return config, []

@@ -1,4 +1,4 @@
-"""The MaxText target: names, shapes and what a train state needs besides, for Llama and GPT-3 models.
+"""The MaxText target: names, shapes and the other contents of a train state, for Llama and GPT-3 models.
 
 source: MaxText configs/base.yml, configs/models/{llama2-7b,llama3.1-8b,mistral-7b,gpt3-175b}.yml,
     checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,

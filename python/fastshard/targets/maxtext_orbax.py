@@ -1,4 +1,4 @@
-"""A MaxText train state in Orbax's form: names and shapes of the one, files of the other."""
+"""A MaxText train state in Orbax's form: MaxText's names and shapes in Orbax's files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Megatron-LM target: rank files of the legacy form, or chunks of torch_dist, at any tp and pp.
 
-Weights alone are written, so a run takes them with ``--finetune`` or ``--no-load-optim --no-load-rng``.
+The target writes only weights, so a run loads them with ``--finetune`` or ``--no-load-optim --no-load-rng``.
 source: Megatron-LM megatron/training/checkpointing.py, megatron/core/dist_checkpointing (torch_dist),
 megatron/core/models/gpt
 """

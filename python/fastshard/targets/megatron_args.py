@@ -1,4 +1,4 @@
-"""The arguments that a Megatron-LM checkpoint carries, besides those that say what its model is.
+"""The arguments that a Megatron-LM checkpoint carries, besides those that describe its model.
 
 source: Megatron-LM megatron/training/arguments.py and checkpointing.py (`check_checkpoint_args`)
 """

@@ -1,5 +1,6 @@
-"""The model card of a Hugging Face directory: a draft where the checkpoint has none, of what is known of the
-conversion."""
+"""The model card of a Hugging Face directory: a draft, from the facts of the conversion, if the checkpoint
+has none.
+"""
 
 from __future__ import annotations
 

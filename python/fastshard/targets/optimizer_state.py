@@ -1,8 +1,7 @@
-"""Optimizer state on its way to another framework: moments by the target's weights, the step, groups of
-parameters.
+"""Optimizer state for another framework: moments by the target's weights, the step, groups of parameters.
 
-Moments are outputs as their weights are: the core moves them through the same boxes. What is no tensor of the
-weights' shape is gathered here, or named as not carried.
+Moments are outputs like their weights: the core moves them through the same boxes. This module gathers
+everything that is not a tensor of a weight's shape, or reports it as not carried.
 """
 
 from __future__ import annotations

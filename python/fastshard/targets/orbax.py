@@ -1,5 +1,6 @@
-"""Orbax checkpoints as a target: one committed step with one item of arrays, and the metadata that Orbax
-restores by."""
+"""Orbax checkpoints as a target: one committed step with one item of arrays, and the metadata from which
+Orbax restores.
+"""
 
 from __future__ import annotations
 
