@@ -293,7 +293,7 @@ class Source(Freezable):
         )
 
     def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
-        """Select what a merge takes that publishes config.json: all tensors.
+        """Select what a merge with config.json takes: all tensors.
 
         The model's tensors have the names that the config is for. If the checkpoint contains several copies
         of the model, all names stay, and the merge writes no config.
@@ -440,7 +440,7 @@ class Source(Freezable):
         return replace(self, optimizer=taken, files=replace(self.files, assembled=assembled))
 
     def _optimizer_below(self) -> Optimizer:
-        """Return the description of the optimizer, with the names that parameters have below the prefix."""
+        """Return the description of the optimizer, with parameter names relative to the prefix."""
 
         def below(name: str) -> str:
             return self.names.own.get(name, name).removeprefix(self.names.prefix)

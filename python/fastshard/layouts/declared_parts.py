@@ -1,5 +1,6 @@
-"""The parts of a declared source: files of ranks, tensors put together of pieces, blocks of stores, optimizer
-state."""
+"""The parts of a declared source: files of ranks, tensors assembled from pieces, blocks of stores, optimizer
+state.
+"""
 
 from __future__ import annotations
 

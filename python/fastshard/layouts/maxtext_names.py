@@ -1,4 +1,4 @@
-"""Names in MaxText's checkpoints: those of a train state, and of the file that says what the model is."""
+"""Names in MaxText's checkpoints: those of a train state, and of the file that describes the model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Other frameworks' names of models that Hugging Face has: each has a table of its own for a table of Hugging
-Face."""
+"""Other frameworks' names for models of Hugging Face: each framework has separate tables for them."""
 
 from __future__ import annotations
 

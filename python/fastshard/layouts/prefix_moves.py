@@ -1,4 +1,4 @@
-"""Parts of a model that lie elsewhere in memory than on disk: prefixes of names that stand for one another.
+"""Parts of a model at another place in memory than on disk: prefixes of names that correspond.
 
 source: transformers conversion_mapping.py (LLaVA: ``model.language_model.`` in memory is
     ``language_model.model.`` on disk)
@@ -18,7 +18,7 @@ _MOST_NAMED = 8
 
 @dataclass
 class Moved:
-    """Prefixes that stand for one another, and the resulting names."""
+    """Prefixes that correspond to each other, and the resulting names."""
 
     #: What stands for what; both end with a dot, or are empty.
     prefixes: dict[str, str] = field(default_factory=dict)
@@ -48,8 +48,9 @@ class Moved:
 def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, str], bool]) -> Moved:
     """Find the prefixes that map names to other names.
 
-    A prefix stands for another if each name below it has a counterpart there that fits. Names that both sides
-    have stay. Numbers and the last module stay, and parts are moved, added or removed, but not replaced.
+    A prefix corresponds to another if each name below it has a fitting counterpart there. Names that both
+    sides have stay. Numbers and the last module stay, and parts are moved, added or removed, but not
+    replaced.
 
     Args:
         names: names to map; the function drops none of them.

@@ -180,7 +180,7 @@ def of_config(config: str, file: str | None = None) -> str | None:
 def _may_be_for(name: str, config: str) -> bool:
     """Return True if a config contains a word that a table is for.
 
-    No table inherits those of another.
+    No table inherits the words of another.
     """
     is_escaped = "\\u00" in config
     return is_registered(name) or is_escaped or any(f'"{kind}"' in config for kind in _model_types(name))

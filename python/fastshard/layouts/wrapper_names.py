@@ -1,4 +1,4 @@
-"""Names that are no longer a model's own: wrappers and adapters put different parts in."""
+"""Names that wrappers and adapters have changed by inserting parts into a model's own names."""
 
 from __future__ import annotations
 

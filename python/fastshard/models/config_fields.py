@@ -82,5 +82,5 @@ def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool |
 
 
 def refused(what: str, expected: str, got: Any, file: str | None = None) -> FastshardError:
-    """Build the error for a value of another kind."""
+    """Build the error for an invalid value."""
     return FastshardError.of(codes.BAD_VALUE, what, file=file, expected=expected, got=shown(got))

@@ -180,7 +180,7 @@ class GptNeoX:
             evidence: further evidence from the tensors.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind.
+            FastshardError: ``FS211`` for an invalid value.
         """
         features, facts = self.features, evidence.facts
         assert features is not None
@@ -321,7 +321,7 @@ def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings that a config.json states, as keys of a training config.
 
     Raises:
-        FastshardError: ``FS211`` for a value of another kind, ``FS514`` for one that no key states.
+        FastshardError: ``FS211`` for an invalid value, ``FS514`` for one that no key states.
     """
     settings = read_settings(config)
     is_neox = config.get("model_type") == "gpt_neox"

@@ -205,7 +205,7 @@ class HuggingFace:
         """Return the model of a ``config.json`` whose tensors its table describes.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind.
+            FastshardError: ``FS211`` for an invalid value.
         """
         kind, classes = str(values.get("model_type")), {**tables.classes(), **evidence.classes}
         # Of a model type of which only the tensors are known, no other framework is told what it computes.
@@ -293,7 +293,7 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:
         config: ``config.json`` of the model.
 
     Raises:
-        FastshardError: ``FS211`` for values of another kind.
+        FastshardError: ``FS211`` for invalid values.
     """
     tables: dict[str, dict[str, Any]] = {}
     several: list[Lack] = []

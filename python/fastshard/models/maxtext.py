@@ -87,7 +87,7 @@ def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
     source: MaxText layers/attentions.py (init_rotary_embedding)
 
     Raises:
-        FastshardError: ``FS211`` for values of another kind, ``FS514`` for an embedding that is neither.
+        FastshardError: ``FS211`` for invalid values, ``FS514`` for an embedding that is neither.
     """
     if not config:
         return None
@@ -125,7 +125,7 @@ class MaxText:
         """Return the model of a yml, or of a ``config.json`` that was given for it.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind, ``FS209`` if the yml leaves open which
+            FastshardError: ``FS211`` for an invalid value, ``FS209`` if the yml leaves open which
                 order queries and keys have, ``FS215`` for a config of another model.
         """
         if evidence.family == "gpt3":

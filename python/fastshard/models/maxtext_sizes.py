@@ -141,7 +141,7 @@ def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Read the settings that a yml or a config.json states, as keys of a yml; sizes are scaled.
 
     Raises:
-        FastshardError: ``FS211`` for a value of another kind.
+        FastshardError: ``FS211`` for an invalid value.
     """
     if is_config_json(config):
         settings = read_settings(config)

@@ -133,7 +133,7 @@ class Megatron:
         """Return the model of a checkpoint's arguments.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind.
+            FastshardError: ``FS211`` for an invalid value.
         """
         facts = evidence.facts
         assumed: dict[str, str] = {}
@@ -247,7 +247,7 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         config: arguments of Megatron-LM by their names, or a config.json.
 
     Raises:
-        FastshardError: ``FS211`` for a value of another kind.
+        FastshardError: ``FS211`` for an invalid value.
     """
     if not is_config_json(config):
         named = {str(key).replace("-", "_"): value for key, value in config.items()}

@@ -135,7 +135,7 @@ def read_model(source: Source) -> Model:
     """Return the model of a source, by its values and its tensors.
 
     Raises:
-        FastshardError: ``FS211`` for a value of another kind, ``FS514`` if the meaning of its values is
+        FastshardError: ``FS211`` for an invalid value, ``FS514`` if the meaning of its values is
             unknown.
     """
     description = source.model

@@ -44,7 +44,7 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings that a config.json states, by one name each; defaults are left out.
 
     Raises:
-        FastshardError: ``FS211`` for a rotary embedding or a window of another kind.
+        FastshardError: ``FS211`` for an invalid rotary embedding or window.
     """
     found = {}
     for name, keys in _NAMES.items():

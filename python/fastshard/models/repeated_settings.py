@@ -1,4 +1,4 @@
-"""Settings that config.json may state under two keys, and configs that state one twice, differently."""
+"""Settings that config.json may state under two keys, and configs in which the two values differ."""
 
 from __future__ import annotations
 
@@ -301,11 +301,11 @@ def _plain(part: Mapping[str, Any], keys: tuple[str, str]) -> list[Statement]:
 
 
 def _is_single(value: Any) -> bool:
-    """Return True for a value that can be compared: a list with one for each layer cannot."""
+    """Return True for a value that can be compared, which a list with one for each layer cannot be."""
     return isinstance(value, (str, int, float))
 
 
 def _dtype(value: Any) -> str:
-    """Return one of a dtype's names."""
+    """Return the one name that stands for all names of a dtype."""
     name = str(value).removeprefix("torch.")
     return _SAME_DTYPES.get(name, name)

@@ -79,7 +79,7 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
 
     Raises:
         FastshardError: ``FS501`` if the given one does not exist or is not a tokenizer, ``FS601`` if
-            something else than a file has the name of one, ``FS603`` for a link that leaves its folder.
+            something other than a file has the name of one, ``FS603`` for a link that leaves its folder.
     """
     if given is not None:
         path = Path(given)

@@ -1,4 +1,4 @@
-"""The only refusal of a model with features that a format lacks."""
+"""The only place that refuses a model with features that a format lacks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _DIGITS = 9
 def read(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
     """Read ``largest`` and ``ids`` of a vocabulary; None if the file is not one.
 
-    ``special`` is false if its special tokens are elsewhere. A tokenizer is copied, whatever it is.
+    ``special`` is false if its special tokens are elsewhere. A tokenizer is copied in any case.
 
     Args:
         path: the file.

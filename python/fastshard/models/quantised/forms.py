@@ -131,7 +131,7 @@ def matrix(shape: tuple[int, ...]) -> Sizes | None:
 
 
 def pairs(shape: tuple[int, ...]) -> Sizes | None:
-    """Return the sizes of a weight of which a byte stores two neighbours of a row."""
+    """Return the sizes of a weight whose bytes each store two neighbours of a row."""
     return Sizes(shape[:-2], shape[-2], 2 * shape[-1]) if len(shape) >= 2 else None
 
 

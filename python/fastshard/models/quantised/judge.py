@@ -379,7 +379,7 @@ def _has(base: str, one: Companion, tensors: Tensors) -> bool:
 
 
 def _first(found: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the findings, of each kind no more than a readable number."""
+    """Yield the findings, limited to a readable number of each kind."""
     counts: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in found:
         counts[finding.code, _NUMBERS.sub("{}", finding.tensor or "")].append(finding)

@@ -269,5 +269,5 @@ def _grid(sizes: Sizes) -> list[tuple[int, ...]]:
 
 
 def _rows_in_pairs(shape: tuple[int, ...]) -> Sizes | None:
-    """Return the sizes of a weight of which a byte stores two rows of one column."""
+    """Return the sizes of a weight whose bytes each store two rows of one column."""
     return Sizes(shape[:-2], 2 * shape[-2], shape[-1]) if len(shape) >= 2 else None

@@ -59,9 +59,6 @@ class QuantisationConfig:
 
         Raises:
             FastshardError: ``FS514`` for more groups than any tool writes.
-
-        Raises:
-            FastshardError: ``FS514`` for more groups than anybody writes.
         """
         if self.method not in KNOWN:
             return []
@@ -97,8 +94,7 @@ class QuantisationConfig:
 
     @property
     def is_of_what_is_stored(self) -> bool:
-        """False for methods that also take plain weights, and for weights that were not compressed when
-        saved."""
+        """False for methods that also take plain weights, and for weights that were saved uncompressed."""
         return self.method not in _ON_LOADING and not self.is_before_compression
 
     @property
