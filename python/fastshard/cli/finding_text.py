@@ -1,5 +1,6 @@
-"""A finding as people read it in a terminal: what is wrong, then where, what was found, what follows, and
-what to do."""
+"""Formatting of a finding for the terminal: what is wrong, then where, what was found, what follows, and what
+to do.
+"""
 
 from __future__ import annotations
 

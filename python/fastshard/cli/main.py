@@ -1,6 +1,6 @@
-"""``fastshard COMMAND ...``: parses, and has the run carried out.
+"""``fastshard COMMAND ...``: parses the command line and runs the command.
 
-What a run needs is imported once it is known to be one: ``--version`` waits for nothing else.
+The modules that a run needs are only imported for a run: ``--version`` does not wait for them.
 """
 
 from __future__ import annotations

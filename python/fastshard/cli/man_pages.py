@@ -1,4 +1,4 @@
-"""Manual pages, made of the parser."""
+"""Manual pages, generated from the parser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .verbs import VERBS
 
 
 def page(command: str | None = None) -> str:
-    """Return the man page of a command, or of all in short.
+    """Return the man page of a command, or a short one of all commands.
 
     Raises:
         FastshardError: ``FS515`` for an unknown command.

@@ -1,7 +1,6 @@
 """Formats of ``--output-format`` for a run: JSON, and the formats that CI services read.
 
-The names in findings come from whoever made the checkpoint: each format escapes what would end its own
-syntax.
+Names in findings are untrusted: each format escapes what would end its own syntax.
 """
 
 from __future__ import annotations

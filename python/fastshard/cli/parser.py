@@ -1,4 +1,4 @@
-"""The parser of the command line, made of its verbs."""
+"""The parser of the command line, generated from its verbs."""
 
 from __future__ import annotations
 

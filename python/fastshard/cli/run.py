@@ -1,4 +1,4 @@
-"""One run of a command: carried out, told in the format that is asked for, and its exit code."""
+"""One run of a command: its execution, its report in the requested format, and its exit code."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ class Run:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether somebody sees the progress of the run."""
+        """True if somebody sees the progress of the run."""
         return sys.stderr.isatty() and getattr(self._arguments, "progress", "none") != "none"
 
     def _figures(self, result: Result | None) -> str:

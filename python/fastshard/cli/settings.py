@@ -1,8 +1,8 @@
 """Settings of a project: which findings count as errors, from ``fastshard.toml`` or ``[tool.fastshard]`` in a
 pyproject.toml.
 
-They say what counts, and nothing else: no path, no program. They are read from the working directory or a
-folder above it, up to the root of its repository, and never from a checkpoint or a result: whoever made one
+Settings state what counts, and nothing else: no path, no program. They are read from the working directory or
+a folder above it, up to the root of its repository, and never from a checkpoint or a result, whose author
 must not judge it.
 """
 

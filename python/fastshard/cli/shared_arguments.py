@@ -1,4 +1,4 @@
-"""Arguments that verbs share: groups for their parsers, and what the library is called with for them."""
+"""Arguments that verbs share: groups for their parsers, and the arguments of the library for them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Stopping:
     The first signal raises :class:`Stopped`. The second changes nothing: programs that pass signals on often
     send both to one process. The third ends the process at once; what it staged stays and can be resumed. At
     the end the context restores the earlier handlers. It ignores signals instead if this is the ``last``
-    action of the process, because a handler of Python's would end it with a traceback.
+    action of the process, because a Python handler would end it with a traceback.
     """
 
     def __init__(self, *, last: bool = False) -> None:

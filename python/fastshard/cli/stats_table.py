@@ -1,4 +1,4 @@
-"""Statistics of tensors as a table, what is broken first."""
+"""Statistics of tensors as a table, with broken tensors first."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
 
 
 def is_broken(stats: TensorStats) -> bool:
-    """Return True for a tensor with NaN, infinities or zero slabs, and for a matrix of zeros.
+    """Return True for a tensor with NaN, infinities or all-zero blocks, and for a matrix of zeros.
 
     A new bias is zero.
     """

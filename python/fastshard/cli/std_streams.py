@@ -1,4 +1,4 @@
-"""stdout and stderr that may be full, closed or left by their reader: said once, never a traceback."""
+"""stdout and stderr that may be full, closed or without a reader: one message, and never a traceback."""
 
 from __future__ import annotations
 

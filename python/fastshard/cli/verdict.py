@@ -1,4 +1,4 @@
-"""The last line of a command: what it came to, and why."""
+"""The last line of a command: its verdict, and the reason."""
 
 from __future__ import annotations
 

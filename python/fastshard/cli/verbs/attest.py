@@ -1,4 +1,4 @@
-"""``fastshard attest``: a statement about what was published."""
+"""``fastshard attest``: a statement about a published result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastshard clean``: what runs that are over have left, taken away."""
+"""``fastshard clean``: removal of what ended runs have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastshard completion``: what makes a shell complete commands, flags and their values."""
+"""``fastshard completion``: a script with which a shell completes commands, flags and values."""
 
 from __future__ import annotations
 

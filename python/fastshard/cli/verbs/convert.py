@@ -1,5 +1,6 @@
-"""``fastshard merge`` and ``fastshard convert``: a checkpoint is written, under its own names or in another
-layout."""
+"""``fastshard merge`` and ``fastshard convert``: writing of a checkpoint under its own names or in another
+layout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands in the form of the tools that they stand in for: DeepSpeed's and torch's."""
+"""Commands with the arguments of the tools that they replace: DeepSpeed's and torch's."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 def _page(row: Code) -> str:
     """Format the page of a code: meaning, causes, confirmation and fix.
 
-    Every code has the first and the last.
+    Every code has a meaning and a fix.
     """
     exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
     when = "" if row.severity == "error" else "as an error, "

@@ -1,4 +1,4 @@
-"""``fastshard manifest``: hashes of what is there."""
+"""``fastshard manifest``: hashes of a checkpoint's tensors and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastshard master-weights``: fp32 master weights against parameters, and their repair."""
+"""``fastshard master-weights``: comparison of fp32 master weights with parameters, and repair."""
 
 from __future__ import annotations
 

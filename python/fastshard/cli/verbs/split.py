@@ -1,4 +1,4 @@
-"""``fastshard make-part`` and ``fastshard commit``: a run in parts that need not be made at the same time."""
+"""``fastshard make-part`` and ``fastshard commit``: a run in parts that are written at any time."""
 
 from __future__ import annotations
 
