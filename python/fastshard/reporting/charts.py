@@ -1,5 +1,5 @@
-"""Pictures of distributions: Vega-Lite specs, and what is made of them for the page, SVG without a style or a
-script of its own.
+"""Pictures of distributions: Vega-Lite specs, and the SVG that is drawn from them for the page, without its
+own style or script.
 
 Specs name colours by their part in the picture; in the page these are classes, so that one picture serves
 light, dark and print.

@@ -1,7 +1,7 @@
 """Densities for pictures, from a histogram of :func:`fastshard.stats` with its logarithmic bins.
 
-Drawn as they are, with bars of one width, the 64 bins show a normal distribution as two humps. Here counts
-are divided by the widths of their bins and put where the values are.
+Bars of one width for the 64 bins would show a normal distribution as two humps. So this module divides counts
+by the widths of their bins and puts them where the values are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ NARROWEST = 1 / 24
 
 @dataclass(frozen=True)
 class Steps:
-    """A density, constant between edges. Its area is the share of the numbers between the first edge and the
-    last."""
+    """A density, constant between edges; its area is the share of the numbers between first and last."""
 
     edges: tuple[float, ...]
     #: Share of the numbers per unit of the value.
@@ -70,7 +69,7 @@ def density(
 def _merge(edges: list[float], counts: list[int], narrowest: float) -> None:
     """Join bins that are too narrow with their neighbours.
 
-    Those on both sides of zero become one.
+    The narrow bins on both sides of zero become one.
     """
     i = 0
     while i < len(counts) and len(counts) > 1:

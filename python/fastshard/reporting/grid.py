@@ -1,8 +1,8 @@
-"""The completeness grid: what of each tensor lies on each rank, and what of it is missing, damaged or copied.
+"""The completeness grid: which parts of tensors each rank has, and which are missing, damaged or copied.
 
-It is judged from what the sources declare and from findings, so that a cell never says more than a finding
-does. Rows that are alike are one band and columns may stand for whole layers; a band or a column shows the
-worst that is in it.
+The grid follows from the declarations of the sources and from findings, so that a cell never says more than a
+finding does. Similar rows form one band, and a column may stand for a complete layer; a band or a column
+shows its worst state.
 """
 
 from __future__ import annotations

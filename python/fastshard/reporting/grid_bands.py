@@ -1,4 +1,4 @@
-"""Rows of the grid as bands: those that are alike are one, and few enough to look at."""
+"""Rows of the grid as bands: similar rows form one, so that few enough remain to look at."""
 
 from __future__ import annotations
 

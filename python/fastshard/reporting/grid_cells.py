@@ -140,7 +140,7 @@ class Row:
 
     @property
     def cells(self) -> dict[Key, Counter[int]]:
-        """Numbers of tensors by column and state, the row's own."""
+        """The row's own numbers of tensors, by column and state."""
         if self._cells is None:
             self._cells = {}
             for counts in self.counts:

@@ -1,4 +1,4 @@
-"""The order of the rows of a grid, and what a band of them is called."""
+"""The order of the rows of a grid, and the names of bands."""
 
 from __future__ import annotations
 

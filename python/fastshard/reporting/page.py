@@ -1,8 +1,7 @@
-"""The page: Jinja2 fills it, and its policy lets nothing run or load but what is in it.
+"""The page of a report: Jinja2 fills it, and its policy lets it run and load only its own content.
 
-All texts are from strangers. Jinja2 escapes each, what would drive a page or a terminal is escaped before
-(`printable`), the data of the script is JSON without ``<``, and the script puts it into the page as text
-alone.
+All texts are untrusted. Jinja2 escapes each, after `printable` has escaped what would control a page or a
+terminal. The data of the script is JSON without ``<``, and the script puts it into the page only as text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The grid of a report's page, as HTML: ranks (or files) by layers, neighbours that are equal as bands and
-runs."""
+"""The grid of a report's page as HTML: ranks (or files) by layers, equal neighbours as bands and runs."""
 
 from __future__ import annotations
 
@@ -238,11 +237,11 @@ def _spans(cells: Sequence[Cell | None], columns: Sequence[_Folded], big: bool) 
 
 @dataclass(frozen=True)
 class _Shown:
-    """The way in which cells are shown."""
+    """The appearance of cells: size, words and links."""
 
     #: Each cell is large, with its count.
     big: bool
-    #: Each says in words what it is.
+    #: Each states in words what it is.
     worded: bool
     #: What is counted.
     word: str

@@ -1,5 +1,6 @@
-"""Small pictures side by side: the standard deviation of each kind of tensor over the layers, from zero,
-outliers named."""
+"""Small pictures side by side: the standard deviation of each kind of tensor over the layers, with axes from
+zero and named outliers.
+"""
 
 from __future__ import annotations
 
