@@ -1,5 +1,6 @@
-"""Values of quantised weights for a requested dtype: what the core computes, and which tensors are left
-out."""
+"""Values of quantised weights for a requested dtype: the core's computation, and the tensors that are left
+out.
+"""
 
 from __future__ import annotations
 

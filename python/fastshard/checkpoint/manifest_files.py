@@ -1,4 +1,4 @@
-"""Comparison of the files in a folder with the manifest of what was published there."""
+"""Comparison of the files in a folder with the manifest of the result that was published there."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ ProgressCallback = Callable[[int, int], object] | None
 
 
 class Manifest(Mapping[str, Any]):
-    """A record of what was written and from what, with hashes; maps tensor names to their entries.
+    """A record, with hashes, of a result and its sources; it maps tensor names to their entries.
 
     A name that several files hold is the name of a shard: its key is ``FILE:NAME``.
     """
@@ -219,12 +219,12 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
 
 
 def beside(checkpoint: Checkpoint) -> Path | None:
-    """Return the manifest in one of the roots, except that of a piece, which lists only files."""
+    """Return the manifest in one of the roots; ignore the one of a piece, which lists only files."""
     return find_manifest(checkpoint.roots)
 
 
 def find_manifest(roots: Iterable[Path]) -> Path | None:
-    """Find the manifest in one of the directories, except that of a piece, which lists only files."""
+    """Find the manifest in one of the directories; ignore the one of a piece, which lists only files."""
     paths = [root / MANIFEST_NAME for root in roots]
     return next((path for path in paths if safe_files.is_file(path) and not is_piece(path)), None)
 

@@ -416,7 +416,7 @@ def _choose_holes(listing: Listing, options: Options) -> Literal["refuse", "acce
 
 
 def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole:
-    """Open a checkpoint as a reference, and return what the reference needs."""
+    """Open a checkpoint as a reference; return its declaration, findings, tensors and files."""
     from ..expected.reference import Whole
 
     checkpoint = _opened(path, threads=threads, accept=accept)
@@ -429,7 +429,8 @@ def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole
 def _attach_reference(reference: Reference, source: Source) -> Source:
     """Apply a reference to the declaration of a checkpoint.
 
-    The reference states which tensors must exist. Its files go along if the checkpoint has no config.
+    The reference states which tensors must exist. If the config is the reference's, the result also takes
+    companion files from the reference's folders.
     """
     lent = reference.config_file is not None and source.model.config_file == reference.config_file
     places = [*source.files.folders, *reference.places] if lent else source.files.folders

@@ -1,5 +1,4 @@
-"""Files whose pickle calls a function where files of other ranks have their tensors: no rank wrote such a
-file."""
+"""Files whose pickle calls a function where other ranks' files have tensors: no rank wrote such a file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Findings about a plan beyond those of the core: which weights are taken, what is not proven, what is
-cast."""
+"""Findings about a plan beyond those of the core, e.g. on the choice of weights, proof and casts."""
 
 from __future__ import annotations
 
@@ -154,7 +153,7 @@ def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evi
 def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | None, why: str = "") -> Finding:
     """Build the finding that nothing states all tensors that must exist.
 
-    It names what nothing covers, and ``why`` transformers does not state it either.
+    The finding names what nothing covers; ``why`` is the reason why transformers does not state it either.
     """
     if not has_config:
         help_ = "pass --expect CONFIG (a config.json or the training config)"

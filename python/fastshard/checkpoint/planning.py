@@ -105,7 +105,7 @@ class _Draft:
 
     @property
     def merged(self) -> Merged:
-        """The draft in the form in which it is compared with what must exist."""
+        """The draft in the form for comparing it with the tensors that must exist."""
         return Merged(self.core, self.source, self.target is None, self.core_request, self.renamed)
 
     @property
@@ -299,8 +299,8 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
 def _kept(opened: Opened, request: Request) -> dict[str, object]:
     """Return the tensors that keep their dtype when others are cast to a narrower one.
 
-    These are the tensors that transformers' class keeps in float32, and those that route or integrate, by
-    their names. Layout tables list such tensors themselves.
+    These are the tensors that transformers' class keeps in float32, and those whose names are words for such
+    tensors. Layout tables list such tensors themselves.
     """
     if request.keep_dtype == "none":
         return {"nothing": True}
@@ -401,7 +401,7 @@ def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset
 
 
 def _find_in_outputs(draft: _Draft) -> list[Finding]:
-    """Find problems in the outputs by the reference, or by what the model's own layers show."""
+    """Find problems in the outputs: differences from the reference, or between the model's own layers."""
     opened, request, source = draft.opened, draft.request, draft.source
     findings: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):

@@ -273,7 +273,7 @@ def _is_of(parts: Iterable[Part], name: str | None) -> bool:
 def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
     """Set the severity of a finding of the list.
 
-    ``part`` are the tensors of a trainer that may have saved only what it trained.
+    ``part`` lists the tensors of a trainer that may have saved only what it trained.
     """
     if finding.severity != "error":
         return finding

@@ -68,7 +68,7 @@ def _op(op: dict[str, float]) -> str:
 def _source(
     excerpt: dict[str, Any], tensor: dict[str, Any], part: dict[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Describe what a part takes from a stored tensor, and where the bytes lie."""
+    """Describe what a part takes from a stored tensor, and the place of the bytes."""
     runs: list[list[Run]] = [[] for _ in tensor["shape"]]
     for axis in part["axes"]:
         runs[axis["dim"]].append((axis["n"], axis["step"]))

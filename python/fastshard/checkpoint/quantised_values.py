@@ -101,7 +101,7 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
 
 
 def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
-    """Yield a finding for damage in a record, shape or table that makes a weight's values incomputable."""
+    """Yield a finding for a damaged record, shape or table on which a weight's values depend."""
     try:
         weight.values(ValueAccess("F32", stored.read, compares_readers=False))
     except DamagedError as error:

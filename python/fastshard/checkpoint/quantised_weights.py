@@ -188,7 +188,7 @@ def _tensors(units: Iterable[Unit], own_names: Mapping[str, str], contents: Cont
 
 
 def _beside(folders: Sequence[Folder]) -> dict[str, Path]:
-    """Return the files in which quantisers describe what they did, by name."""
+    """Return the files in which quantisers describe their work, by name."""
     found: dict[str, Path] = {}
     for folder in folders[:1]:
         for name in QUANTISER_FILES:

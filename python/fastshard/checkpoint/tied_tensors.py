@@ -1,4 +1,4 @@
-"""Tensors that a model's class ties, where the checkpoint stores more than one of them."""
+"""Tensors that a model's class ties and of which the checkpoint stores more than one."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ class Run:
         return ", ".join([f"  {seconds:.1f} s", *rate, f"{peak:,} MiB memory"])
 
     def _left_open(self, result: Result | None, findings: Sequence[Finding]) -> Sequence[str]:
-        """List what could not be checked of this checkpoint."""
+        """List what could not be checked about this checkpoint."""
         if result is None or not (self._verb and self._verb.tells_unchecked):
             return ()
         return not_checked(findings) if result.unchecked is None else result.unchecked

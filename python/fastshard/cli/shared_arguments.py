@@ -65,7 +65,7 @@ def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collectio
 
 
 def _how(option: Option) -> dict[str, Any]:
-    """Return argparse's keyword arguments of an option."""
+    """Return argparse's keyword arguments for an option."""
     if option.kind in ("words", "patterns"):
         return {"action": "append", "default": [], "metavar": option.metavar}
     if option.kind == "choice":
@@ -219,7 +219,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_node_local(parser: argparse.ArgumentParser) -> None:
-    """Add the option for checkpoints of which each rank has a part on its own disk."""
+    """Add the option for checkpoints that are divided among the ranks' own disks."""
     add_options(parser, Lending)
 
 

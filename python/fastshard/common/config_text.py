@@ -79,7 +79,7 @@ def _loader() -> type[yaml.SafeLoader]:
 def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
     """Refuse a key that occurs twice in one mapping with different values.
 
-    PyYAML takes the last value.
+    PyYAML itself would take the last value.
 
     Raises:
         ValueError: with the key.
@@ -115,7 +115,7 @@ def parse_json(text: str) -> Any:
 
 
 def written(config: Mapping[str, Any]) -> str:
-    """Return the text of a config.json."""
+    """Format a config as the text of a config.json."""
     return json_text.indented(config, by=2)
 
 

@@ -1,4 +1,4 @@
-"""Findings and the one tree of exceptions."""
+"""Findings, and the only tree of exceptions."""
 
 from __future__ import annotations
 

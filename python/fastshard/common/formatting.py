@@ -72,7 +72,7 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escape characters that could affect where a text is shown.
+    """Escape characters that could affect the place where a text is shown.
 
     These are control and direction characters, and bytes that are not text.
     """

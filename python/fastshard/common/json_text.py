@@ -102,7 +102,7 @@ def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object from its pairs.
 
     Raises:
-        ValueError: if a key occurs twice with different values: JSON's own readers take the last.
+        ValueError: if a key occurs twice with different values: JSON readers themselves would take the last.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:

@@ -91,7 +91,7 @@ _ADDRESS = compile_when_used(r"^[a-z][a-z0-9+.-]*://")
 
 
 def holds_weights(name: str) -> bool:
-    """Return True if a file's name says that it holds weights, and not other state that trainers save."""
+    """Return True if a file's name says that it holds weights instead of other state of a trainer."""
     return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)
 
 
@@ -137,7 +137,7 @@ class Listing:
         return [str(path) for path in self.named or self.roots]
 
     def by_itself(self, root: int) -> Path | None:
-        """Return the file that the caller named in a root; None if the caller named the root as a folder."""
+        """Return the file that the caller named; None for a root that the caller named as a folder."""
         path = self.named[root] if self.named else self.roots[root]
         return None if path is self.roots[root] else path
 
@@ -214,7 +214,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to search for files that accompany a model, and where its links may lead.
+    """A folder to search for files that accompany a model, and the places to which its links may lead.
 
     A folder that the user named, or a folder inside it, is the user's choice: a link that leaves it is an
     error, as for weights. Any other folder, above or next to the named path, may belong to someone else. A
@@ -330,7 +330,7 @@ def linked(root: Path) -> tuple[Path, ...]:
 def is_array(folder: Path) -> bool:
     """Return True if a folder contains an array of a store.
 
-    The name of such a folder may look like that of any file.
+    Such a folder may be named like a file of any format.
     """
     return any((folder / name).is_file() for name in _ARRAY)
 

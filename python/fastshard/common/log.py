@@ -1,4 +1,4 @@
-"""Log what is done, off by default: to the logger ``fastshard`` of Python's logging.
+"""Logging to Python's logger ``fastshard``, off by default.
 
 The core logs to topics of the same logger; it looks for a listener at the start of each long call.
 """

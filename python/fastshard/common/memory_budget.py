@@ -53,7 +53,7 @@ def of(memory: str | int | None) -> Iterator[None]:
 def kept(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function so that its argument ``memory`` limits everything that it reads and plans.
 
-    The wrapped function sees one content for each small file, and checks its options.
+    The wrapped function also checks its options, and sees the same content of a small file at each read.
     """
     called = checked(function)
 

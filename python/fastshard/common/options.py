@@ -42,7 +42,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Option:
-    """One option. None is a valid value if it is the default."""
+    """An option. None is a valid value if it is the default."""
 
     kind: Kind
     help: str
@@ -69,7 +69,7 @@ class Option:
 
     @property
     def departure(self) -> str:
-        """Spelling on the command line of a value other than the default."""
+        """Spelling of a value other than the default on the command line."""
         return self.flag.replace("--", "--no-", 1) if self.default is True else self.flag
 
 
@@ -387,7 +387,7 @@ class Loading(Opening, Against, Viewing, Threads, total=False):
 
 
 class Evaluating(TypedDict, total=False):
-    """Options of :func:`fastshard.loss` for the text, and for what is expected of its loss."""
+    """Options of :func:`fastshard.loss` for the text and for its expected loss."""
 
     text: Annotated[
         StrPath | None,
@@ -613,7 +613,7 @@ class Ranked(TypedDict, total=False):
 
 
 class Lending(TypedDict, total=False):
-    """An option for checkpoints of which each rank has a part on its own disk."""
+    """An option for checkpoints that are divided among the ranks' own disks."""
 
     node_local: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""Placeholders in the place of files: a pointer of Git LFS, a saved web page, an empty file. The core reports
+"""Placeholders instead of files: a pointer of Git LFS, a saved web page, an empty file. The core reports
 those that take the place of weights.
 """
 

@@ -1,4 +1,4 @@
-"""Ranks of the run that wrote a checkpoint: a number, or numbers in a row, on each dimension of its mesh."""
+"""Ranks of the run that wrote a checkpoint: a number, or a range, on each dimension of its mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def do_meet(one: Sequence[range], other: Sequence[range]) -> bool:
 def is_among(rank: Rank, coords: RankRanges) -> bool:
     """Return True if a rank is one of several.
 
-    A dimension that either of the two lacks excludes nothing.
+    A dimension that either side lacks does not matter.
 
     >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]})
     True

@@ -1,4 +1,4 @@
-"""Files that go along with a result: config, tokenizer, code, documents."""
+"""Files that accompany a result: config, tokenizer, code, documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging and converting: plan, check against what is expected, write, publish."""
+"""Merging and converting: planning, comparing with what is expected, writing and publishing."""
 
 from __future__ import annotations
 
@@ -461,7 +461,7 @@ def planned(
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
 ) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
-    """Return what a caller expects of a source, the source, the plan, and the tokenizer.
+    """Return the caller's expectation, the source, the plan, and the tokenizer.
 
     The arguments are those of :func:`convert`.
     """

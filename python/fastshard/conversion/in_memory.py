@@ -30,9 +30,9 @@ __all__ = ["View", "view"]
 class View(PlannedView):
     """The tensors of a conversion, under the target's names; each is computed when it is read.
 
-    ``fastshard.open(..., to=...)`` returns a view. It has already refused what a conversion refuses by
-    headers. Copies of a tensor on several ranks are compared when it is read. :attr:`not_proven` lists what
-    reading one by one cannot prove, and :meth:`verify` proves it by reading everything once.
+    ``fastshard.open(..., to=...)`` returns a view. By then it has refused everything that a conversion
+    refuses by headers. Copies of a tensor on several ranks are compared when it is read. :attr:`not_proven`
+    lists what reading single tensors cannot prove; :meth:`verify` proves it by reading everything once.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _ENDING = ".safetensors"
 
 @dataclass(frozen=True)
 class LayerOutputs:
-    """What each unit of a model computed on the same tokens."""
+    """The outputs of a model's units on the same tokens."""
 
     #: Token ids, of shape (sequences, length).
     tokens: torch.Tensor

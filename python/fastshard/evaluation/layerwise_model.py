@@ -197,7 +197,7 @@ class LayerwiseModel:
         return logits
 
     def _forward(self, ids: torch.Tensor) -> Any:
-        """Run the forward pass, and turn what torch and transformers raise into a finding.
+        """Run the forward pass, and turn exceptions of torch and transformers into a finding.
 
         Raises:
             FastshardError: ``FS512`` without memory; ``FS514`` for anything else that a module raises.

@@ -1,4 +1,4 @@
-"""The loss of a model on a text, and what it is compared with."""
+"""The loss of a model on a text, and the values for comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LENGTH, MOST = 512, 2048
 
 @dataclass(frozen=True)
 class Loss:
-    """The mean cross-entropy of a model on a text, in nats per token, and what it is compared with.
+    """The mean cross-entropy of a model on a text, in nats per token, and the values for comparison.
 
     A plausible loss proves nothing by itself: damage to one layer may change it by less than its standard
     error.
@@ -169,7 +169,7 @@ def _judge(
     expected: float | None,
     tolerance: float,
 ) -> Loss:
-    """Compare the loss with what is expected, and with that of models that know nothing."""
+    """Compare the loss with the expected loss, and with that of models that know nothing."""
     import transformers
 
     mean, count = float(losses.mean()), losses.numel()

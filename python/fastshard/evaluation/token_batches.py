@@ -171,7 +171,7 @@ def _divide(ids: torch.Tensor, length: int, most: int, prefix: Sequence[int]) ->
 
 
 def _as_tensor(tokens: Any) -> tuple[torch.Tensor, str]:
-    """Return token ids as a tensor of one or two dimensions, and where they are from.
+    """Return token ids as a tensor of one or two dimensions, and their origin.
 
     Raises:
         FastshardError: ``FS211`` if they are not integers, or have another shape.

@@ -250,8 +250,8 @@ def _fused(
 ) -> tuple[_Rule, list[_Rule]]:
     """Return the rule of one tensor, and the rules of the tensors that contain its parts on the other side.
 
-    Parts differ in the index of one dimension, which is a number in the other tensors' names, and in where
-    they begin in another dimension.
+    Parts differ in the index of one dimension, which is a number in the other tensors' names, and in their
+    start in another dimension.
     """
     name = ends[0][0].name
     shape = of_one[name]

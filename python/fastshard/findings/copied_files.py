@@ -24,8 +24,8 @@ def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], expla
         explain: derives causes from errors about files.
 
     Returns:
-        Both without consequences, those from the headers first. A copied file that accounts for missing
-        tensors is an error, and comes before all others.
+        Both lists without consequences: the findings from the headers first. A copied file that accounts for
+            missing tensors is an error, and comes before all others.
     """
     copied, explained = _explain_missing(findings, differing, explain)
     findings = [*copied, *(f for f in findings if f not in explained)]

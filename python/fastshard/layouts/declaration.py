@@ -145,7 +145,7 @@ class Binding(Freezable):
 
 @dataclass
 class TensorIndex(Freezable):
-    """Tensors that must exist, as an index, metadata or another checkpoint lists them, and which are lost."""
+    """Tensors that must exist or are lost, according to an index, metadata or another checkpoint."""
 
     #: True if something outside the files found states what must exist.
     is_provable: bool = False

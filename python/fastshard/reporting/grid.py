@@ -60,7 +60,7 @@ _TENSOR_DIMENSIONS = frozenset({"tp", "mp"})
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks (or files) by tensors (or layers)."""
+    """The grid: a row for each rank (or file), a column for each tensor (or layer)."""
 
     columns: tuple[Column, ...]
     bands: tuple[Band, ...]

@@ -1,5 +1,4 @@
-"""The grid of one side of a conversion: which of its ranks or files hold a piece of which layer of the
-result."""
+"""The grid of one side of a conversion: its ranks or files, by the layers of which each has a piece."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _is_store(band: Band) -> bool:
 
 
 def _axis(parts: Sequence[Part]) -> str:
-    """Name what a row stands for."""
+    """Name the kinds of rows: rank, file, or both."""
     return " or ".join(dict.fromkeys("rank" if part.grid.ranks else "file" for part in parts))
 
 

@@ -50,7 +50,8 @@ def disagreeing(
     """Yield findings where an index and its files disagree on names.
 
     ``FS102`` is for tensors that no file has. ``FS115`` is a warning for tensors that another file has, or
-    the same file under a name with another beginning. ``FS108`` is for tensors that the index does not name.
+    that the same file has under a name with another prefix. ``FS108`` is for tensors that the index does not
+    name.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.

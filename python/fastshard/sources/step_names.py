@@ -51,7 +51,7 @@ def newer(one: str, than: str) -> bool:
 
 
 def matching(steps: Iterable[str], wanted: str) -> list[str]:
-    """Return the steps of this name; without one, those of this number."""
+    """Return the steps with this name; if there are none, those with this number."""
     names = list(steps)
     if wanted in names:
         return [wanted]

@@ -1,5 +1,6 @@
-"""Tensors that are missing where an index places them, for one reason: a copied file, or a file outside the
-index."""
+"""Tensors that are missing from the file that an index names, because of a copied file or one outside the
+index.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True)
 class Strays:
-    """The explanation of tensors that are not where they should be."""
+    """The explanation of tensors that are not in their files."""
 
     findings: list[Finding] = field(default_factory=list)
     #: Tensors that cannot be used for that reason, and the file that the finding is about.

@@ -44,7 +44,7 @@ _BY_NAME = "name and folder fit"
 
 @dataclass(frozen=True)
 class MissingFile:
-    """A missing file of a checkpoint, and where it was found."""
+    """A missing file of a checkpoint, and the place where it was found."""
 
     #: Name relative to the checkpoint's directory.
     name: str
@@ -64,7 +64,7 @@ class MissingFile:
 
 @dataclass(frozen=True)
 class FileSearch:
-    """The missing files of a checkpoint, and where each was found."""
+    """The missing files of a checkpoint, and the place where each was found."""
 
     files: tuple[MissingFile, ...]
     #: Errors for what is missing and was not found, and warnings about folders that cannot be read.

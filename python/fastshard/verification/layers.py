@@ -1,4 +1,4 @@
-"""Where two models begin to differ: the outputs of their layers on the same input."""
+"""Comparison of the outputs of two models' layers on the same input: the place where they begin to differ."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def layers(
     Each unit of B is given what the same unit of A was given, so that exactly the damaged ones differ. Two
     models of one class and one dtype are equal bit for bit where nothing differs. If both checkpoints have
     the same names, :func:`fastshard.diff` compares their tensors and is cheaper; outputs also show what no
-    tensor does: a setting of the config.
+    tensor shows: a setting of the config.
 
     Args:
         a: the model that is right: a checkpoint, a view, or a file of :func:`fastshard.integrations.record`,

@@ -231,7 +231,7 @@ _DIGEST = compile_when_used(
 
 
 def _readable(message: str) -> str:
-    """Format a message of the library, with digests as people write them."""
+    """Format a message of the library, with digests in hexadecimal."""
 
     def digest(found: re.Match[str]) -> str:
         value = _bytes(found[2])

@@ -38,7 +38,7 @@ def attach(
     """Add an optimizer to a declaration, by the names of its tensors.
 
     Args:
-        source: the declaration, which knows where the model begins.
+        source: the declaration, with the prefix of the model's names.
         contents: contents of all files.
         tensors: name, shape and pieces of every tensor.
         objects: the records that are not tensors.

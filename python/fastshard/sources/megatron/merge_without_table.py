@@ -355,7 +355,7 @@ class Wholes:
     def _divided(
         self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]], degree: int
     ) -> tuple[int | None, int]:
-        """Return the dimension that ranks divide, and the number of parts of which each rank has a share.
+        """Return the dimension that ranks divide, and the number of parts that are each divided.
 
         The dimension is None if each rank has the full tensor.
         """

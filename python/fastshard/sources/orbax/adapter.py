@@ -193,7 +193,7 @@ def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
 def _evidence(
     listing: Listing, places: list[Place], tree: Tree | None, union: stores.Union, expected: int | None
 ) -> Evidence:
-    """Collect evidence of the processes that wrote, and of what each had to write."""
+    """Collect evidence about the processes that wrote, and about the chunks that each had to write."""
     shardings: dict[str, Sharding] = {}
     for place in places:
         if file := _file(listing, place, "_sharding"):

@@ -71,7 +71,7 @@ class Writers:
         return devices[0] if exact and devices else None
 
     def here(self, array: Array, index: tuple[int, ...]) -> bool | None:
-        """Return True if the writer of a chunk wrote others that exist, False if its devices wrote nothing.
+        """Return True if other chunks of a chunk's writer exist, False if its devices wrote none.
 
         None if neither is certain.
         """

@@ -61,7 +61,7 @@ class Rank:
 
 @dataclass
 class Model:
-    """A model-parallel rank: its model file, and what messages need."""
+    """A model-parallel rank: its model file, and its place in the topology."""
 
     found: Found[ZeroFiles]
     contents: Contents

@@ -264,7 +264,7 @@ class Partitions:
         return files
 
     def groups(self, named: Named) -> list[Group] | None:
-        """Return the optimizer's groups: each lists flat vectors, of which the parameters are ranges."""
+        """Return the optimizer's groups: each lists flat vectors, and the parameters are ranges of them."""
         places = {(rank.file, flat.tensor): g for rank in self.order for g, flat in enumerate(rank.masters)}
         members: list[dict[str, None]] = [{} for _ in self.order[0].masters]
         for name, _, ranges in named[0]:
