@@ -32,8 +32,8 @@ impl SubBox {
         self.len.iter().product()
     }
 
-    /// Divides the box into ones of at most `most` elements, along the axis of the longest of
-    /// `steps` first, so that elements a short step apart stay together.
+    /// Divides the box into boxes of at most `most` elements. It cuts the axis of the longest of `steps`
+    /// first, so that elements a short step apart stay together.
     pub fn divide(&self, steps: &[u64], most: u64, out: &mut Vec<SubBox>) {
         let volume = self.volume();
         let longest = (0..steps.len()).filter(|&k| self.len[k] > 1).max_by_key(|&k| steps[k]);
@@ -53,7 +53,7 @@ impl SubBox {
 }
 
 impl Spread {
-    /// Places axes at `base` with `strides`. Axes of stride 0 are not constrained by cuts.
+    /// Places axes at `base` with `strides`. Cuts do not constrain axes of stride 0.
     pub fn new(base: u64, strides: Vec<u64>) -> Spread {
         let mut order: Vec<usize> = (0..strides.len()).filter(|&k| strides[k] > 0).collect();
         order.sort_by_key(|&k| std::cmp::Reverse(strides[k]));

@@ -4,7 +4,8 @@ use std::io::{BufRead, Read, Result};
 
 use crate::memory::{self, NoMemory};
 
-/// As [`std::io::BufReader`], whose allocation aborts the process where the system has no memory left.
+/// Like [`std::io::BufReader`], but returns an error instead of aborting the process if the system has no
+/// memory left.
 pub(crate) struct Buffered<R> {
     inner: R,
     buffer: Vec<u8>,

@@ -35,7 +35,7 @@ pub struct CatalogFile {
 }
 
 impl CatalogFile {
-    /// The file as a plan names it.
+    /// The file in the form that a plan records.
     pub fn plan_file(&self) -> PlanFile {
         let stamp = self.source.stamp();
         PlanFile {
@@ -48,19 +48,19 @@ impl CatalogFile {
     }
 }
 
-/// What is wanted of a file.
+/// The requested content of a file.
 #[derive(Debug, Clone, Default)]
 pub enum Wanted {
-    /// All that its header names.
+    /// Everything that its header names.
     #[default]
     Whole,
     /// These records of a file of records (`.distcp`).
     Records(Vec<format::dcp::Range>),
-    /// The blocks of the store that it stands for.
+    /// The blocks of the store that the file represents.
     Blocks(format::blocks::Store),
 }
 
-/// A file to be opened: root, relative path, and what is wanted of it.
+/// A file to open: root, relative path, and the requested content.
 pub type FilePart = (u32, String, Wanted);
 
 /// Files of one checkpoint, from one or more roots.
@@ -68,18 +68,19 @@ pub type FilePart = (u32, String, Wanted);
 pub struct Catalog {
     /// Directories (or the parents of single files) that were given.
     pub roots: Vec<PathBuf>,
-    /// Files that could be read, in the order given; `None` where a finding says why not.
+    /// Files in the given order; `None` for a file that could not be read, for which a finding states the
+    /// reason.
     pub files: Vec<Option<CatalogFile>>,
     /// Files that could not be read.
     pub findings: Vec<Finding>,
-    /// What names of tensors tell.
+    /// Words that show what tensors are by their names.
     pub words: Arc<Words>,
-    /// What planning may take, if that is stated.
+    /// The memory that planning may use, if it is limited.
     room: Mutex<Option<Room>>,
 }
 
 impl Catalog {
-    /// A file as messages name it: by its root too, where there are several.
+    /// The name of a file in messages, with its root if there are several.
     pub fn label(&self, file: &CatalogFile) -> String {
         match self.roots.get(file.root as usize) {
             Some(root) if self.roots.len() > 1 => format!("{}/{}", name_of(root), file.path),
@@ -87,29 +88,28 @@ impl Catalog {
         }
     }
 
-    /// What messages call the roots.
+    /// The names of the roots in messages.
     pub fn root_names(&self) -> Vec<String> {
         self.roots.iter().map(|root| name_of(root)).collect()
     }
 
-    /// The same catalog, by words that tell what tensors are.
+    /// The same catalog, with words that show what tensors are.
     pub fn told_by(self, words: Words) -> Catalog {
         Catalog { words: Arc::new(words), ..self }
     }
 
-    /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
+    /// Opens complete files, given by root and relative path; see [`Catalog::open_parts`].
     pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {
         let files: Vec<_> = files.iter().map(|(root, path)| (*root, path.clone(), Wanted::Whole)).collect();
         Self::open_parts(roots, &files, threads, None, &Control::default())
             .expect("any amount of memory may be used, and nobody stops it")
     }
 
-    /// Opens files, given by root, relative path and what is wanted of them, and reads their headers on
-    /// `threads` threads.
-    /// No payload byte is read. A file that cannot be read becomes a finding.
+    /// Opens files, given by root, relative path and requested content, and reads their headers on `threads`
+    /// threads. It reads no payload byte. A file that cannot be read becomes a finding.
     ///
     /// # Errors
-    /// `FS512` if the headers take more than `memory` bytes, where it is given; `FS510` if the user stops it.
+    /// `FS512` if the headers take more than `memory` bytes, if given; `FS510` if the user stops it.
     pub fn open_parts(
         roots: Vec<PathBuf>,
         files: &[FilePart],
@@ -184,13 +184,13 @@ impl Catalog {
     }
 }
 
-/// A root as messages name it: with its host, where the roots lie on several.
+/// The name of a root in messages, with its host if the roots are on several hosts.
 fn name_of(root: &Path) -> String {
     elsewhere::name(root).unwrap_or_else(|| root.display().to_string())
 }
 
 impl Catalog {
-    /// States that plans of this catalog are to be made within `limit` bytes of anonymous memory.
+    /// Limits plans of this catalog to `limit` bytes of anonymous memory.
     ///
     /// # Errors
     /// `FS512` if the names of its tensors alone take more.
@@ -209,7 +209,8 @@ impl Catalog {
         (tensors().count() as u64, names)
     }
 
-    /// Refuses to go on planning where more memory is in use than was stated, or would be with `more` bytes.
+    /// Refuses to continue planning if the memory in use exceeds the limit, or would exceed it with `more`
+    /// bytes.
     ///
     /// # Errors
     /// `FS512` then.
@@ -221,7 +222,8 @@ impl Catalog {
     /// Bytes of a small tensor (a step counter, a buffer), in C order.
     ///
     /// # Errors
-    /// `FS515` for a tensor that is not there, is larger than `limit` bytes, or is no plain run of bytes.
+    /// `FS515` for a tensor that does not exist, is larger than `limit` bytes, or is not a plain run of
+    /// bytes.
     pub fn tensor_bytes(&self, file: usize, tensor: usize, limit: u64) -> Result<Vec<u8>> {
         let refuse =
             |what: &str| Finding::new(codes::USAGE, format!("tensor {tensor} of file {file}: {what}"));
@@ -259,7 +261,7 @@ impl Catalog {
     }
 }
 
-/// Opens and parses a file; none where memory does not suffice for what its header says.
+/// Opens and parses a file; none if the memory does not suffice for the contents of its header.
 fn open_one(
     roots: &[PathBuf],
     root: u32,
@@ -290,7 +292,7 @@ fn open_one(
     Ok(Some(CatalogFile { root, path: path.to_string(), source: Arc::new(source.within(None)), parsed }))
 }
 
-/// Raises the soft limit on open files towards the hard one, where more are needed.
+/// Raises the soft limit on open files towards the hard one, if more are needed.
 pub(crate) fn raise_open_files(needed: u64) {
     use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
     let limit = getrlimit(Resource::Nofile);

@@ -56,14 +56,14 @@ impl Severity {
     }
 }
 
-/// What an error of this code does to the exit code.
+/// The effect of an error of this code on the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
     /// Damage, mismatch or inconsistency: exit 1.
     Problem,
-    /// Usage, permission, unsupported, not checkable: exit 2.
+    /// Usage, permission, unsupported or uncheckable input: exit 2.
     CouldNotRun,
-    /// A piece that may still arrive: exit 3 if nothing worse was found.
+    /// A missing part that may still arrive: exit 3 if nothing worse was found.
     Incomplete,
 }
 
@@ -72,7 +72,7 @@ pub enum Exit {
 pub enum Check {
     /// Are all files there?
     Files,
-    /// Do names and shapes fit? Whatever no other check is for is said here.
+    /// Do names and shapes fit? Findings of no other check belong here.
     Names,
     /// Are all files from one step?
     Step,
@@ -104,7 +104,7 @@ impl Check {
     }
 }
 
-/// What findings of several codes have in common, for whoever treats them alike.
+/// A property that findings of several codes share, for code that treats them alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -114,35 +114,35 @@ pub enum Kind {
     MissingTensor,
     /// A part of a tensor is missing.
     Incomplete,
-    /// A tensor is there and does not fit: its shape, its dtype, its place.
+    /// A tensor exists and does not fit: its shape, its dtype or its place is wrong.
     Misfit,
-    /// A file or a step lies in the place of another.
+    /// A file or a step is in the place of another.
     Misplaced,
     /// Two files, or parts of them, are exchanged, or one is a copy of the other.
     Swapped,
-    /// A file cannot be read, or is not what it must be.
+    /// A file cannot be read, or is of the wrong kind.
     Unreadable,
-    /// The data is not what was written.
+    /// The data differs from the data that was written.
     Damaged,
-    /// What a file holds, or would hold, cannot be taken from it.
+    /// The contents of a file cannot be used.
     LostFile,
     /// The metadata or the config by which everything else is read is wrong.
     WholeCheckpoint,
-    /// It may only follow from another finding.
+    /// It may be a mere consequence of another finding.
     Consequence,
-    /// It was found by comparing values that must be equal.
+    /// A comparison of values that must be equal found it.
     Comparison,
     /// Nothing inside the files proves it; a manifest that was made where they were written does.
     Unproven,
-    /// Nothing, or too little, is a checkpoint by its names.
+    /// By the names of files there is no checkpoint, or too little of one.
     NothingFound,
-    /// It may be said of each of several files.
+    /// It may apply to each of several files.
     PerFile,
-    /// It is said once of a file, whichever checks notice it.
+    /// It is reported once for a file, even if several checks notice it.
     OncePerFile,
-    /// It follows from what a file holds, not from the system or from what is supported.
+    /// It follows from the contents of a file, not from the system or from a lack of support.
     Content,
-    /// A report can be made of a checkpoint that was refused for it, though it is none of the codes about checkpoints.
+    /// A checkpoint that was refused for it can have a report, although the code is not about checkpoints.
     Reportable,
 }
 
@@ -453,7 +453,7 @@ pub fn info(code: Code) -> &'static CodeInfo {
 }
 
 impl Code {
-    /// Tells whether the table has it under a kind.
+    /// Returns true if the table lists the code under a kind.
     pub fn is_a(self, kind: Kind) -> bool {
         info(self).kinds.contains(&kind)
     }

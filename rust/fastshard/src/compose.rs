@@ -1,8 +1,7 @@
 //! Meets two sides of a conversion: boxes that a target wants, boxes that a source holds.
 //!
-//! Both sides speak of canonical tensors, so a conversion is an intersection of boxes. Here it is
-//! proven that every element of every output comes from exactly one place, and that every stored
-//! tensor goes somewhere.
+//! Both sides are boxes of canonical tensors, so a conversion is an intersection of boxes. This module proves
+//! that every element of every output comes from exactly one place, and that every stored tensor is used.
 
 mod build;
 mod complete;
@@ -29,7 +28,7 @@ pub(crate) use index::first_overlap;
 use index::{volume, Index, Ledger};
 use wanted::{own_names, table_names, too_many_positions, Wanted, MAX_MISSING};
 
-/// What to do with copies of a replicated tensor that differ.
+/// The treatment of copies of a replicated tensor that differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Replicas {
     /// They must be bit-equal.
@@ -38,19 +37,19 @@ pub enum Replicas {
     Mean,
 }
 
-/// Outputs that keep the element type that they are stored in.
+/// Outputs that keep their stored element type.
 #[derive(Debug, Clone, Default, PartialEq, serde::Deserialize)]
 pub struct Keep {
     /// Names of outputs, and last parts of names.
     #[serde(default)]
     pub names: std::collections::HashSet<String>,
-    /// True to cast those too that a table says it of.
+    /// True to cast even the outputs that a table would keep.
     #[serde(default)]
     pub nothing: bool,
 }
 
 impl Keep {
-    /// True for an output that is named.
+    /// True if an output is named.
     pub(crate) fn names(&self, name: &str) -> bool {
         let last = name.rsplit('.').next().unwrap_or(name);
         !self.nothing && (self.names.contains(name) || self.names.contains(last))
@@ -63,40 +62,41 @@ impl Keep {
 
 /// The target side.
 pub struct Target<'a> {
-    /// Its layout; `None` for the source's own at degree 1 (merge).
+    /// Its layout; `None` for the source's own layout at degree 1 (merge).
     pub table: Option<&'a Table>,
-    /// What is known of it: degrees, facts, extents that differ from the source's.
+    /// Known properties of it: degrees, facts, extents that differ from the source's.
     pub outside: Outside,
     /// Multiple to which the vocabulary is padded, if the target pads it.
     pub pad_multiple: Option<u64>,
     /// Element type for floating tensors; `None` keeps the source's.
     pub dtype: Option<Dtype>,
-    /// Which outputs keep the source's, whatever that is.
+    /// The outputs that keep the source's element type, whatever it is.
     pub keep: &'a Keep,
-    /// How replicas are treated.
+    /// The treatment of replicas.
     pub replicas: Replicas,
-    /// True if ranks hold chunks of the whole: boxes of it, and each once. What is no box is not divided.
+    /// True if ranks hold chunks of the full tensor: boxes, each stored once. A tensor whose shards are not
+    /// boxes is not divided.
     pub chunks: bool,
-    /// Which outputs are wanted, by name.
+    /// Selects the wanted outputs by name.
     pub wanted: &'a dyn Fn(&str) -> bool,
 }
 
-/// An output before it has its place in a file.
+/// An output without a place in a file yet.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Drafted {
-    /// Rank per parallel dimension of the target; empty where nothing is divided.
+    /// Rank per parallel dimension of the target; empty if nothing is divided.
     pub coords: BTreeMap<String, u64>,
     /// The output, as the rank holds it.
     pub output: Output,
-    /// Shape of the whole tensor, where it is another.
+    /// Shape of the full tensor, if it differs.
     pub whole: Option<Few<u64>>,
-    /// How ranks cut it; `None` where they do not hold equal shares.
+    /// The way in which ranks cut it; `None` if they do not hold equal shares.
     pub cuts: Option<Cuts>,
     /// Its position on each axis that its name counts.
     pub index: BTreeMap<String, u64>,
 }
 
-/// Outputs and what was found on the way.
+/// Outputs, and the findings of composing them.
 #[derive(Default)]
 pub struct Composed {
     /// Outputs of every rank of the target.
@@ -105,8 +105,8 @@ pub struct Composed {
     pub pads: Vec<PadRegion>,
     /// Stored tensors that repeat another one of the same rank, from another root: (first, copy).
     pub copies: Vec<(u32, u32)>,
-    /// Tensors that the source must hold, or the target call for, and that are not whole; the elements of each, where the
-    /// layout says how many.
+    /// Incomplete tensors that the source must hold or the target requires, with the number of elements of
+    /// each if the layout states it.
     pub lost: BTreeMap<String, Option<u64>>,
     /// Findings.
     pub findings: Vec<Finding>,
@@ -122,13 +122,14 @@ pub struct Source<'a> {
     pub stored: &'a [Stored],
     /// Its units.
     pub units: &'a [Unit],
-    /// What is known besides.
+    /// Further known properties.
     pub outside: &'a Outside,
-    /// Names that the layout calls for and that need not be there.
+    /// Names that the layout lists and that may be missing.
     pub absent: &'a BTreeSet<String>,
 }
 
-/// The sets of the target: the source's of its names, and those that it states; put to the extents.
+/// The sets of the target, fitted to the extents: the source's sets of the same names, and those that the
+/// target states.
 fn target_sets(source: &Source, target: &Target, table: &Table, extents: &mut Extents) -> Sets {
     let of = |sets: &Sets| -> Sets {
         let fits = |(name, set): &(&String, &Positions)| {
@@ -248,8 +249,8 @@ impl TargetRanks<'_> {
         lowered
     }
 
-    /// Makes the outputs, and says what they took of the source. Missing tensors are told of if `judge`: where something is
-    /// wrong already, they are only its echo.
+    /// Makes the outputs, and records what they took from the source. It reports missing tensors if `judge`;
+    /// after another error, they are only a consequence.
     fn outputs(
         &self,
         lowered: &[(Wanted, Vec<AtomBox>)],
@@ -305,7 +306,7 @@ impl TargetRanks<'_> {
         Some(extents.into_iter().map(|n| n.unwrap_or(0)).collect())
     }
 
-    /// How many elements a rule's tensors have, if all of their extents are known.
+    /// The number of elements of a rule's tensors, if all of their extents are known.
     fn elements(&self, entry: &Entry, of: &Local) -> Option<u64> {
         let extents = entry.shape.as_ref()?.extents(&self.table.derived, of.of(&entry.class));
         extents.into_iter().try_fold(1u64, |all, extent| all.checked_mul(extent?))
@@ -329,12 +330,13 @@ impl TargetRanks<'_> {
 }
 
 impl Composed {
-    /// True if nothing is wrong so far.
+    /// True if there is no error so far.
     fn is_sound(&self, source: &Source) -> bool {
         self.findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error)
     }
 
-    /// Accounts for all that the source holds: what no output took, and what should be zero.
+    /// Accounts for everything that the source holds: tensors that no output took, and regions that should be
+    /// zero.
     fn account(&mut self, source: &Source, ranks: &TargetRanks, mut ledger: Ledger) {
         // Where something is missing already, what is left over is only its echo.
         let judge = self.is_sound(source);
@@ -360,7 +362,7 @@ impl Composed {
     }
 }
 
-/// The finding for elements of a stored tensor that the target has no place for.
+/// The finding for elements of a stored tensor for which the target has no place.
 fn no_place(layout: &str, elements: u64, tensor: &str, unit: &Unit) -> Finding {
     let message = format!("the target layout {layout} has no place for {elements} of its elements");
     let help = "choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)";

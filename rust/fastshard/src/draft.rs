@@ -17,26 +17,26 @@ use crate::tensor::Dtype;
 use crate::topics;
 use crate::unwritten::{find_unwritten, Holes};
 
-/// Where a target wants what was drafted, and what goes with it.
+/// The target's places for the drafted outputs, and the files that accompany them.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Placement {
-    /// Files of the result, where the framework prescribes them; by default outputs fill safetensors
-    /// files in their order.
+    /// Files of the result, if the framework prescribes them; by default, outputs fill safetensors files in
+    /// their order.
     #[serde(default)]
     pub files: Vec<FileSide>,
-    /// Largest output file, in bytes of tensor data, where no files are prescribed.
+    /// Largest output file, in bytes of tensor data, if no files are prescribed.
     pub max_shard_size: u64,
-    /// Small text files to write besides.
+    /// Small text files to write in addition.
     #[serde(default)]
     pub texts: BTreeMap<String, String>,
-    /// Integer types of counters, where the target holds them in another one.
+    /// Integer types of counters whose type the target changes.
     #[serde(default)]
     pub dtypes: BTreeMap<String, Dtype>,
-    /// Scalars that no tensor of the source gives.
+    /// Scalars that come from no tensor of the source.
     #[serde(default)]
     pub constants: Constants,
-    /// What the headers of safetensors files say besides, where no files are prescribed.
+    /// Metadata for the headers of safetensors files, if no files are prescribed.
     #[serde(default)]
     pub metadata: Metadata,
     /// Top-level names that appear after all others, the last of them the one that readers start from. By default the
@@ -55,18 +55,18 @@ pub struct Draft {
     pub(crate) plan: Plan,
     /// Its outputs.
     pub outputs: Vec<Drafted>,
-    /// Tensors that must be there and are not whole; the elements of each, where the layout says how many.
+    /// Required tensors that are incomplete, with the number of elements of each if the layout states it.
     pub lost: BTreeMap<String, Option<u64>>,
-    /// Files of the catalog that say which rank they are of.
+    /// Files of the catalog that state their rank.
     pub(crate) placed: BTreeSet<usize>,
-    /// What is made of holes in files.
+    /// The treatment of holes in files.
     pub(crate) holes: Holes,
-    /// What was found so far, errors first.
+    /// The findings so far, errors first.
     pub findings: Vec<Finding>,
 }
 
-/// A plan and all that was found while making it. With an error among the findings the plan is
-/// incomplete: it can be looked at, and whole tensors of it read, but not be executed.
+/// A plan, and the findings of planning. With an error among them the plan is incomplete: it can be
+/// inspected, and its complete tensors can be read, but it cannot be executed.
 #[derive(Debug)]
 pub struct Planned {
     /// The plan.
@@ -81,7 +81,7 @@ impl Draft {
         &self.plan.axes
     }
 
-    /// Names of the stored tensors that an output of it is made of.
+    /// Names of the stored tensors that make up an output.
     pub fn made_of<'a>(&'a self, output: &'a Output) -> impl Iterator<Item = String> + 'a {
         let sources = output.parts.iter().flat_map(|part| &part.sources);
         sources.map(|&source| self.plan.stored[source as usize].name.to_string())

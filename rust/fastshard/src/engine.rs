@@ -53,12 +53,12 @@ use run::Run;
 
 /// Smallest tile, in bytes.
 const MIN_TILE: u64 = 256 << 10;
-/// Most findings of one code that are kept; the rest is counted.
+/// Maximum number of findings of one code that are kept; the rest is counted.
 const MAX_FINDINGS_PER_CODE: usize = 1000;
 
 /// Where tiles go.
 pub trait Sink: Sync {
-    /// Takes bytes of an output at an offset in the output's bytes.
+    /// Writes bytes of an output at an offset in the output's bytes.
     ///
     /// # Errors
     /// Whatever keeps the bytes from being stored.
@@ -72,9 +72,8 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// The record of tile `index`, of tiles of `size` bytes, that an earlier run has written. It is a claim
-    /// alone: the engine hashes what [`Sink::read_back`] finds, and makes the tile anew where that is
-    /// something else.
+    /// The record of tile `index`, of tiles of `size` bytes, that an earlier run has written. It is only a
+    /// claim: the engine hashes the bytes from [`Sink::read_back`], and makes the tile anew if they differ.
     ///
     /// # Errors
     /// Whatever keeps the records from being read.
@@ -82,8 +81,8 @@ pub trait Sink: Sync {
         Ok(None)
     }
 
-    /// The record of tile `index`, of tiles of `size` bytes, that another process has written and whose evidence the
-    /// run was given: it is taken as it is.
+    /// The record of tile `index`, of tiles of `size` bytes, that another process has written. The run has
+    /// its evidence, so it uses the record as it is.
     ///
     /// # Errors
     /// Whatever keeps the records from being read.
@@ -91,8 +90,8 @@ pub trait Sink: Sync {
         Ok(None)
     }
 
-    /// Fills `bytes` with what lies in the result now, at an offset in the output's bytes. Asked for tiles
-    /// that were claimed only.
+    /// Fills `bytes` with the current content of the result, at an offset in the output's bytes. The engine
+    /// calls it only for claimed tiles.
     ///
     /// # Errors
     /// Whatever keeps the bytes from being read.
@@ -101,10 +100,10 @@ pub trait Sink: Sync {
             .into())
     }
 
-    /// Takes note of a tile that an earlier run has done, that was read back and is not made again.
+    /// Records a tile of an earlier run that was read back and is not made again.
     fn kept(&self, _output: usize, _tile: &TileDone) {}
 
-    /// True if the tiles of an output are to come with their CRC32.
+    /// True if the tiles of an output must come with their CRC32.
     fn checksummed(&self, _output: usize) -> bool {
         false
     }
@@ -114,7 +113,7 @@ pub trait Sink: Sync {
         false
     }
 
-    /// How many writes are worth waiting for the disk at a time, besides those of the threads that compute.
+    /// The number of writes that may wait for the disk at a time, besides those of the threads that compute.
     fn count_waiting(&self) -> u64 {
         0
     }
@@ -131,7 +130,7 @@ pub struct TileDone {
     pub value: ChainingValue,
     /// NaN or infinite elements in it.
     pub non_finite: u64,
-    /// CRC32 of its bytes, where the sink wants it.
+    /// CRC32 of its bytes, if the sink requires it.
     pub crc32: Option<u32>,
 }
 
@@ -153,20 +152,20 @@ pub struct Control {
     pub total: AtomicU64,
     /// Set to stop at the next tile, comparison or file.
     pub cancel: AtomicBool,
-    /// What is to be said before the end, for whoever watches.
+    /// Findings to report before the end of the run.
     pub notices: Mutex<Vec<Finding>>,
-    /// What a test does at places of this run.
+    /// The action of a test at places of this run.
     #[cfg(feature = "steps")]
     pub at: At,
 }
 
 impl Control {
-    /// True until the run is told to stop.
+    /// True until the run must stop.
     pub fn is_running(&self) -> bool {
         !self.cancel.load(Ordering::Relaxed)
     }
 
-    /// Ends what is at work once the run is told to stop.
+    /// Returns an error once the run must stop.
     ///
     /// # Errors
     /// `FS510` then.
@@ -192,24 +191,24 @@ pub struct Options {
     pub threads: usize,
     /// Anonymous memory of the process that must not be exceeded, in bytes, baseline included.
     pub memory: u64,
-    /// Folder for members that have to be unpacked.
+    /// Folder for members that must be unpacked.
     pub scratch_dir: PathBuf,
-    /// Bytes of decoded blocks kept at most, where that is less than the budget has room for.
+    /// Maximum bytes of decoded blocks to keep, if less than the budget allows.
     pub max_decoded: Option<u64>,
-    /// Largest block that the sink puts together and encodes, in bytes; 0 if there are none.
+    /// Largest block that the sink assembles and encodes, in bytes; 0 if there are none.
     pub encodes: u64,
     /// Statistics to gather from the tiles.
     pub stats: Level,
 }
 
-/// What the engine found out about one output.
+/// The result of the engine for one output.
 #[derive(Debug, Clone)]
 pub struct OutputReport {
     /// BLAKE3 of the logical bytes.
     pub hash: [u8; 32],
     /// NaN or infinite elements.
     pub non_finite: u64,
-    /// Its statistics, as far as they were asked for.
+    /// Its statistics, as far as they were requested.
     pub seen: Seen,
 }
 
@@ -220,9 +219,9 @@ pub struct Report {
     pub outputs: Vec<OutputReport>,
     /// Everything found; no error among them means the content may be published.
     pub findings: Vec<Finding>,
-    /// Tile sizes, budget and workers, for the reader.
+    /// Tile sizes, budget and workers, for users.
     pub memory: MemoryUse,
-    /// Bytes of blocks that were decoded, and of those that had to be put aside on disk meanwhile.
+    /// Bytes of decoded blocks, and of those that were stored on disk meanwhile.
     pub decoded: (u64, u64),
 }
 

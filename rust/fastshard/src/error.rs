@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::codes::{self, Code, Exit};
 
-/// The help where the system has no memory left.
+/// The help for a system without memory left.
 pub const MORE_MEMORY: &str =
     "lower --memory or --threads, or raise the limit of the process (ulimit -v, a cgroup)";
 
 pub use crate::codes::Severity;
 
-/// Numbers in a row: of layers, or of ranks.
+/// Consecutive numbers: of layers, or of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Span {
     /// The first.
@@ -35,13 +35,13 @@ impl fmt::Display for Span {
     }
 }
 
-/// Ranks of the run that wrote a checkpoint: on each dimension of its mesh, the numbers that are meant. A dimension that is missing
-/// may be any.
+/// Ranks of the run that wrote a checkpoint: the numbers on each dimension of its mesh. A missing dimension
+/// may have any number.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Ranks(pub Vec<(String, Vec<Span>)>);
 
 impl Ranks {
-    /// Makes one rank of its number on each dimension.
+    /// Makes one rank from its number on each dimension.
     pub fn one<D: AsRef<str>>(coords: impl IntoIterator<Item = (D, u64)>) -> Self {
         let span = |at| vec![Span { first: at, last: at }];
         Ranks(coords.into_iter().map(|(d, at)| (d.as_ref().to_string(), span(at))).collect())
@@ -66,52 +66,53 @@ impl fmt::Display for Ranks {
     }
 }
 
-/// What a finding makes impossible: the tensors that are missing, incomplete or unreadable because of it.
+/// The effect of a finding: the tensors that are missing, incomplete or unreadable because of it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Effect {
-    /// How many tensors these are.
+    /// The number of these tensors.
     pub count: u64,
-    /// How many tensors there would be in all, where that is known.
+    /// The total number of tensors of a complete checkpoint, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub of: Option<u64>,
-    /// How many of them are in layers.
+    /// The number of them in layers.
     #[serde(default)]
     pub in_layers: u64,
     /// These layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<Span>,
-    /// How many of them are in layers of which no tensor is left.
+    /// The number of them in layers without any remaining tensor.
     #[serde(default)]
     pub in_whole_layers: u64,
     /// These layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub whole_layers: Vec<Span>,
-    /// Names of the tensors, those outside of layers first; of very many the first.
+    /// Names of the tensors, those outside layers first; only the first names if there are very many.
     pub tensors: Vec<String>,
 }
 
-/// One observation about a checkpoint: what, where, expected, got, what to do.
+/// One observation about a checkpoint: the problem, its place, the expected and the found value, and the
+/// remedy.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Finding {
     /// Stable code, e.g. `FS101`; documented by [`crate::codes::TABLE`].
     pub code: Code,
     /// Weight of the finding.
     pub severity: Severity,
-    /// One clause that says what is wrong.
+    /// One clause that states the problem.
     pub message: String,
     /// File, as the user would name it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
-    /// All files that it is about, where it is about several; `file` is the first of them.
+    /// All files that it is about, if there are several; `file` is the first of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<String>,
     /// Rank in the field's words, e.g. `tp 1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<String>,
-    /// The ranks that it is about, by which findings of one cause are found; `rank` says them to people.
+    /// The ranks that it is about, for grouping findings by cause; `rank` has them in words for users.
     #[serde(skip)]
     pub coords: Ranks,
-    /// Host name, where known.
+    /// Host name, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
     /// Tensor name.
@@ -123,7 +124,7 @@ pub struct Finding {
     /// Axis of the layout that it is about.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub axis: Option<String>,
-    /// How many tensors, files or findings it stands for, where it names one or none of them.
+    /// The number of tensors, files or findings that it represents, if it names one or none of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
     /// What was expected.
@@ -132,25 +133,26 @@ pub struct Finding {
     /// What was found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub got: Option<String>,
-    /// Who says what must be: the checkpoint's arguments, an index, a config.
+    /// The source of the expected value: the checkpoint's arguments, an index, a config.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evidence: Option<String>,
-    /// What it makes impossible.
+    /// The tensors that it makes unusable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub effect: Option<Effect>,
-    /// Findings of the same cause that it stands for, where they say more than it does: one for each array.
+    /// Findings of the same cause that it represents, if they state more than it does: one for each array.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parts: Vec<Finding>,
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub help: Option<String>,
-    /// Commands that do it, in their order. One that begins with `-` is options of the command that was run.
+    /// Commands that do it, in their order. One that begins with `-` contains options of the command that was
+    /// run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub run: Vec<String>,
-    /// By which option it is judged otherwise than by itself: `accept WHAT`, `ignore CODE`, `error CODE`, `fail_on warning`.
+    /// The option that changed its severity: `accept WHAT`, `ignore CODE`, `error CODE`, `fail_on warning`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decided: Option<String>,
-    /// What could be missing without a finding, for one that says so.
+    /// What could be missing without a finding, if the finding states that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unnoticed: Option<String>,
 }
@@ -183,7 +185,7 @@ impl Finding {
         }
     }
 
-    /// Sets the severity, where it depends on the circumstances.
+    /// Sets the severity, if it depends on the circumstances.
     #[must_use]
     pub fn severity(mut self, severity: Severity) -> Self {
         self.severity = severity;
@@ -212,7 +214,7 @@ impl Finding {
         self
     }
 
-    /// Names the rank that it is about: its number on each dimension, and what messages call it.
+    /// Names the rank that it is about: its number on each dimension, and its name in messages.
     #[must_use]
     pub fn of_rank(mut self, coords: &BTreeMap<String, u64>, rank: &Option<String>) -> Self {
         self.coords = Ranks::one(coords.iter().map(|(d, at)| (d, *at)));
@@ -241,7 +243,7 @@ impl Finding {
         self
     }
 
-    /// Says how many it stands for.
+    /// Sets the number that it represents.
     #[must_use]
     pub fn count(mut self, count: u64) -> Self {
         self.count = Some(count);
@@ -256,7 +258,7 @@ impl Finding {
         self
     }
 
-    /// Says what tells that it is so.
+    /// States the evidence.
     #[must_use]
     pub fn evidence(mut self, evidence: impl Into<String>) -> Self {
         self.evidence = Some(evidence.into());
@@ -270,7 +272,7 @@ impl Finding {
         self
     }
 
-    /// Names a command that does what the help says, or options of the command that was run.
+    /// Adds a command that does what the help says, or options of the command that was run.
     #[must_use]
     pub fn run(mut self, command: impl Into<String>) -> Self {
         self.run.push(command.into());
@@ -278,7 +280,7 @@ impl Finding {
     }
 }
 
-/// Replaces control characters, so that a hostile name cannot drive a terminal.
+/// Replaces control characters, so that a hostile name cannot control a terminal.
 pub fn printable(text: &str) -> String {
     text.chars()
         .flat_map(|c| {
@@ -291,8 +293,8 @@ pub fn printable(text: &str) -> String {
         .collect()
 }
 
-/// What is needed and what is free, in bytes, as people read it: both in one unit, which is GB unless little is needed. What is
-/// needed is rounded up and what is free down, so that they never look alike where space is short.
+/// Formats the needed and the free bytes for users, in one unit: GB unless little is needed. It rounds the
+/// needed bytes up and the free bytes down, so that they never look equal if space is short.
 pub(crate) fn sizes(needed: u64, free: u64) -> (String, String) {
     let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "kB")];
     let (unit, name) = units.into_iter().find(|(unit, _)| needed.max(free) >= unit / 10).unwrap_or(units[2]);
@@ -300,7 +302,7 @@ pub(crate) fn sizes(needed: u64, free: u64) -> (String, String) {
     (text(needed.div_ceil(unit / 10)), text(free / (unit / 10)))
 }
 
-/// What is free where `path` lies, or is to lie: bytes, and inodes if none is left.
+/// The free space at the place of `path`, which need not exist: bytes, and inodes if none is left.
 fn free_at(path: &Path) -> Option<String> {
     let fs = path.ancestors().find_map(|path| rustix::fs::statvfs(path).ok())?;
     let (_, free) = sizes(0, fs.f_bavail.saturating_mul(fs.f_frsize));
@@ -309,7 +311,7 @@ fn free_at(path: &Path) -> Option<String> {
 }
 
 impl Finding {
-    /// What is wrong, and where: `<path>: <tensor>: <what> (<rank>)`, one line, control characters escaped.
+    /// The problem and its place: `<path>: <tensor>: <what> (<rank>)`, one line, control characters escaped.
     pub fn headline(&self) -> String {
         let mut line = String::new();
         // What is said of several files names them itself.
@@ -338,7 +340,8 @@ impl Finding {
 }
 
 impl fmt::Display for Finding {
-    /// The headline, and what was expected and found, or who says what must be: one line, control characters escaped.
+    /// The headline, and the expected and the found value, or the evidence: one line, control characters
+    /// escaped.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.headline())?;
         let rest = match (&self.expected, &self.got) {
@@ -361,7 +364,7 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// All findings, the deciding one first.
+    /// All findings, the decisive one first.
     pub fn findings(&self) -> &[Finding] {
         &self.findings
     }
@@ -376,17 +379,17 @@ impl Error {
         self.findings.iter().any(|f| f.code == codes::INTERRUPTED)
     }
 
-    /// True if memory did not suffice, which says nothing of a file.
+    /// True if memory did not suffice, which says nothing about a file.
     pub fn is_of_memory(&self) -> bool {
         self.findings.iter().any(|f| f.code == codes::MEMORY_BUDGET)
     }
 
-    /// True if the result was published before what this error tells of.
+    /// True if the result was published before this error occurred.
     pub fn is_after_publishing(&self) -> bool {
         self.findings.iter().any(|f| f.code == codes::PUBLISHED)
     }
 
-    /// The same error, of a run whose result is complete at `out` already.
+    /// The same error, for a run whose result is already complete at `out`.
     #[must_use]
     pub fn after_publishing(mut self, out: &Path) -> Self {
         if !self.is_after_publishing() {
@@ -421,14 +424,14 @@ impl Error {
         finding.file(path).into()
     }
 
-    /// The error of a thread that the system does not start.
+    /// The error for a thread that the system does not start.
     pub fn thread(error: &std::io::Error) -> Self {
         Finding::new(codes::MEMORY_BUDGET, format!("the system starts no further thread: {error}"))
             .help("lower --threads, or raise the limits of the process (ulimit -v, ulimit -u, a cgroup)")
             .into()
     }
 
-    /// The same error, where it is about space, with the bytes that were to be had.
+    /// The same error with the number of required bytes, if it is about space.
     #[must_use]
     pub(crate) fn needing(mut self, bytes: u64) -> Self {
         for finding in self.findings.iter_mut().filter(|f| f.code == codes::NO_SPACE) {
@@ -483,7 +486,7 @@ pub fn exit_code(findings: &[Finding]) -> u8 {
     }
 }
 
-/// A panic as an error, so that it stops the run as any other: workers, staging and all.
+/// Turns a panic into an error, so that it stops the run like any other error, with workers and staging.
 pub(crate) fn without_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     // What it leaves is not looked at again: the run ends.
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
