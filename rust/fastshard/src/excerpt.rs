@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::plan::{Pieces, Plan};
 
-/// Old positions that are kept, in the order in which they were met, and their new ones.
+/// Old positions that are kept, in the order of their first use, and their new positions.
 #[derive(Default)]
 struct Kept {
     new: BTreeMap<u32, u32>,
@@ -22,11 +22,11 @@ impl Kept {
 }
 
 impl Plan {
-    /// The outputs at these positions, with the stored tensors, data ranges, rules and files that they refer to: what
-    /// is said of them is what this plan says. Texts, pointers and notes are of the whole and left out.
+    /// The outputs at these positions, with the stored tensors, data ranges, rules and files that they refer
+    /// to, all as in this plan. Texts, pointers and notes belong to the full plan and are left out.
     ///
     /// # Panics
-    /// If there is no such output.
+    /// If such an output does not exist.
     pub fn excerpt(&self, outputs: &[usize]) -> Plan {
         let (mut stored, mut blobs, mut sources) = (Kept::default(), Kept::default(), Kept::default());
         let (mut rules, mut files) = (Kept::default(), Kept::default());

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A list whose length does not change. One or two values lie in it; a vector would allocate for them.
+/// A list whose length does not change. It stores one or two values itself; a vector would allocate for them.
 #[derive(Clone)]
 pub struct Few<T>(Values<T>);
 

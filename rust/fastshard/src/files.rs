@@ -21,14 +21,14 @@ pub use prescribed::{place, ArraysSide, Constants, Content, FileSide, RecordSide
 /// Name of the index that names each tensor's file.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
-/// Bytes of entries that a file's header is given at most: whole pages of what the format allows.
+/// Maximum bytes of entries in a file's header: the complete pages of what the format allows.
 const HEADER_ROOM: usize = safetensors::MAX_HEADER as usize - 4096;
-/// Bytes at most of the texts beside tensors, and of an index; as `regular.py` reads them.
+/// Maximum bytes of the texts besides tensors, and of an index, as `safe_files.py` reads them.
 const MAX_TEXT: u64 = 64 << 20;
 const MAX_INDEX: u64 = 512 << 20;
-/// A file of an array's folder, in stores that keep arrays as folders.
+/// A file in an array's folder, for stores that keep arrays as folders.
 const ARRAY: &str = ".zarray";
-/// Bytes at least of a tensor's entry in a manifest, without names.
+/// Minimum bytes of a tensor's entry in a manifest, without names.
 const MANIFEST_ENTRY: u64 = 250;
 
 /// Outputs with their ranks.
@@ -41,13 +41,14 @@ pub struct Placed {
     pub outputs: Vec<Output>,
     /// The files.
     pub files: Vec<OutFile>,
-    /// True for files that share the tensors of one model, so that an index must say which has which.
+    /// True for files that share the tensors of one model, so that an index must state the file of each
+    /// tensor.
     pub has_index: bool,
-    /// What was found.
+    /// The findings.
     pub findings: Vec<Finding>,
 }
 
-/// Sets the outputs' offsets; the file with its size.
+/// Sets the outputs' offsets, and returns the file with its size.
 fn laid_out(
     name: String,
     form: Form,
@@ -77,7 +78,7 @@ fn laid_out(
     Ok(file)
 }
 
-/// Outputs that the format of their file has no place for: they can be looked at, and not be written.
+/// Outputs for which the format of their file has no place: they can be read, but not be written.
 pub fn unwritable(plan: &Plan) -> Vec<Finding> {
     let outputs = plan.outputs.iter().filter(|o| plan.files[o.file as usize].form == Form::Safetensors);
     outputs
@@ -86,7 +87,8 @@ pub fn unwritable(plan: &Plan) -> Vec<Finding> {
         .collect()
 }
 
-/// What stands in a file around its outputs, and the offset of each output. A header of safetensors has the metadata.
+/// The content of a file around its outputs, and the offset of each output. A safetensors header includes the
+/// metadata.
 ///
 /// # Errors
 /// Outputs that the file's format cannot hold.
@@ -145,7 +147,8 @@ pub fn frame(file: &OutFile, metadata: &Metadata, outputs: &[&Output]) -> Result
     }
 }
 
-/// What is written must be read again: by this program, whose limits are those of the format or beyond it.
+/// Checks that a written file can be read again by this program, whose limits are those of the format or
+/// higher.
 fn within(what: &str, got: u64, limit: u64, file: &str) -> Result<()> {
     if got <= limit {
         return Ok(());
@@ -160,7 +163,7 @@ fn within(what: &str, got: u64, limit: u64, file: &str) -> Result<()> {
     .into())
 }
 
-/// The pickle of `tree`, which the inert machine is known to read.
+/// The pickle of `tree`, in a form that the inert machine can read.
 fn pickled<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>, file: &str) -> Result<Vec<u8>> {
     let bytes = pickle(tree, stored)?;
     within("bytes of the pickle", bytes.len() as u64, LIMITS.stream as u64, file)?;
@@ -174,7 +177,7 @@ fn pickled<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>, file: &
     }
 }
 
-/// Findings for what goes with the files of a result and would be beyond what is read again: its index, its
+/// Findings for companions of a result that exceed the limits for reading them again: its index, its
 /// manifest, and the texts of the target.
 pub fn beyond(plan: &Plan) -> Vec<Finding> {
     let named = |each: u64| -> u64 {
@@ -189,8 +192,8 @@ pub fn beyond(plan: &Plan) -> Vec<Finding> {
     refused.flat_map(crate::error::Error::into_findings).collect()
 }
 
-/// Findings for names that no file of a result can have, and for files of which one has the place of another: tensors
-/// name files in some formats, and what cannot be read again is not written.
+/// Findings for names that no file of a result can have, and for files that would take each other's place. In
+/// some formats tensors name files, and a file that cannot be read again is not written.
 pub fn misnamed(plan: &Plan) -> Vec<Finding> {
     // A file, and the tensor that it has its name from.
     let mut names: BTreeMap<String, Option<&str>> = BTreeMap::new();
@@ -265,7 +268,7 @@ fn zipped(folder: &str, tree: &Tree, outputs: &[&Output], file: &str) -> Result<
     Ok(torch_zip::layout(folder, records))
 }
 
-/// Start of each record of a file, and what stands in it around its tensors.
+/// Start of each record of a file, and its content around the tensors.
 fn record_frames(file: &OutFile, outputs: &[&Output]) -> Result<Vec<(u64, Frame)>> {
     let Form::Records(values) = &file.form else { return Ok(Vec::new()) };
     let (mut at, mut rest) = (0, outputs);
@@ -293,7 +296,7 @@ pub fn tensor_records(file: &OutFile, outputs: &[&Output]) -> Result<Vec<crate::
     Ok(named.map(|(((start, frame), _), o)| (start, frame.size, o.key().to_string(), false)).collect())
 }
 
-/// The file's name without folders and ending: what torch calls the archive.
+/// The file's name without folders and ending, which is torch's name of the archive.
 fn stem(path: &str) -> &str {
     let name = path.rsplit('/').next().unwrap_or(path);
     match name.rsplit_once('.') {
@@ -302,7 +305,7 @@ fn stem(path: &str) -> &str {
     }
 }
 
-/// Parts of a name to be compared, their numbers as numbers, so that layer 10 follows layer 9.
+/// Parts of a name for comparison, with numbers as numbers, so that layer 10 follows layer 9.
 fn natural(name: &str) -> impl Iterator<Item = (&str, u64)> {
     let mut rest = name;
     std::iter::from_fn(move || {
@@ -326,8 +329,8 @@ fn compare_naturally(a: &str, b: &str) -> Ordering {
     natural(&a[start..]).cmp(natural(&b[start..]))
 }
 
-/// Distributes outputs over safetensors files and lays them out in each. A rank's tensors stay in one
-/// file, so that its header may be beyond the format's limit: that is a finding.
+/// Distributes outputs over safetensors files and lays them out in each. A rank's tensors stay in one file,
+/// whose header may then exceed the format's limit; this is a finding.
 pub fn pack(mut outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed {
     let room = |(key, text): (&String, &String)| serde_json::json!([key, text]).to_string().len();
     let fixed = safetensors::HEADER_FIXED + metadata.iter().map(room).sum::<usize>();
@@ -385,7 +388,7 @@ pub fn pack(mut outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed 
     Placed { outputs: all, files, has_index, findings }
 }
 
-/// What a rank's file is called, e.g. `tp_rank_01`.
+/// The name of a rank's file, e.g. `tp_rank_01`.
 fn of_rank(coords: &BTreeMap<String, u64>) -> String {
     let each: Vec<String> = coords.iter().map(|(by, rank)| format!("{by}_rank_{rank:02}")).collect();
     each.join("_")

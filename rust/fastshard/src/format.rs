@@ -32,7 +32,8 @@ use crate::value::Values;
 pub struct Blob {
     /// Offset of the first byte in the file.
     pub offset: u64,
-    /// Bytes in the file (compressed size if deflated); of a block of a store the bytes that its decoding takes.
+    /// Bytes in the file (compressed size if deflated); for a block of a store, the bytes that decoding it
+    /// takes.
     pub stored_len: u64,
     /// Bytes of data.
     pub len: u64,
@@ -40,9 +41,10 @@ pub struct Blob {
     pub crc32: Option<u32>,
     /// True if the bytes are compressed: by deflate, unless `zstd` says otherwise.
     pub deflated: bool,
-    /// For data that lie in a Zstandard stream, which the range of the file is then.
+    /// For data in a Zstandard stream; the range of the file is then that of the stream.
     pub zstd: Option<Box<zstd::Zstd>>,
-    /// True for a block of a store that its reader decodes by the name in `member`; there is no place in a file then.
+    /// True for a block of a store that its reader decodes by the name in `member`; it then has no place in a
+    /// file.
     pub encoded: bool,
     /// Name of the member in the container, for messages.
     pub member: Option<Box<str>>,
@@ -63,19 +65,19 @@ pub struct FileTensor {
     pub blob: u32,
     /// Offset in the blob's data, in bytes.
     pub offset: u64,
-    /// What it is to a model.
+    /// Its role in a model.
     pub role: Role,
 }
 
-/// What a tensor of a file is to a model.
+/// The role of a file's tensor in a model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub enum Role {
-    /// A tensor of its own.
+    /// An independent tensor.
     #[default]
     Whole,
     /// Codes of eight bits, whose values are made with one scale and rounded to this type.
     Codes(Dtype),
-    /// A scale of codes; those of a file are the last of its tensors, in the order of the codes.
+    /// A scale of codes; the scales of a file are its last tensors, in the order of the codes.
     Scale,
 }
 
@@ -89,7 +91,7 @@ impl FileTensor {
     }
 }
 
-/// Of a file that one rank wrote: the tensors of which it holds a part.
+/// The tensors of which a rank's file holds a part.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Distributed {
     /// Meshes, each once.
@@ -98,7 +100,7 @@ pub struct Distributed {
     pub parts: Vec<Part>,
 }
 
-/// A mesh of ranks, and where in it the rank is that wrote the file.
+/// A mesh of ranks, and the place in it of the rank that wrote the file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Mesh {
     /// Ranks along each dimension.
@@ -107,13 +109,13 @@ pub struct Mesh {
     pub names: Option<Vec<String>>,
     /// The rank's place; absent if it is not in the mesh.
     pub coordinate: Option<Vec<u64>>,
-    /// The rank's number in the run, where it is told.
+    /// The rank's number in the run, if it is stated.
     pub rank: Option<u64>,
     /// Ranks of the run, or of this mesh of it.
     pub ranks: Option<u64>,
 }
 
-/// A tensor of which a file holds a part.
+/// A tensor of which a file holds only a part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Part {
     /// Keys from the file's root; the local tensors are listed under them.
@@ -125,7 +127,7 @@ pub struct Part {
     pub of: Of,
 }
 
-/// How a part is told.
+/// The description of a part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Of {
@@ -151,11 +153,11 @@ pub enum Of {
     },
 }
 
-/// What a dimension of a mesh does to a tensor.
+/// The effect of a mesh dimension on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Placement {
-    /// All hold the same.
+    /// All ranks hold the same.
     Replicate,
     /// A dimension is divided as `torch.chunk` divides.
     Shard {
@@ -166,10 +168,10 @@ pub enum Placement {
     Strided {
         /// The dimension.
         dim: u64,
-        /// Pieces that were there already.
+        /// Pieces before this division.
         split: u64,
     },
-    /// Terms of a reduction that was not done.
+    /// Terms of a reduction that was not carried out.
     Partial,
 }
 
@@ -184,10 +186,10 @@ pub struct Shard {
     pub tensor: u32,
 }
 
-/// What a file to be written holds besides the bytes that come later.
+/// The content of a file to write, without the bytes that come later.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Frame {
-    /// Bytes that are known: (offset, bytes), by rising offset.
+    /// Known bytes: (offset, bytes), by rising offset.
     pub pieces: Vec<(u64, Vec<u8>)>,
     /// Ranges that are filled later and whose checksum the file names, by rising offset.
     pub members: Vec<Member>,
@@ -202,11 +204,11 @@ pub struct Member {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    /// Where its CRC32 goes, four bytes each, little-endian.
+    /// The places for its CRC32, four bytes each, little-endian.
     pub crc_at: Vec<u64>,
 }
 
-/// What a reader found in one file.
+/// The content that a reader found in one file.
 #[derive(Debug)]
 pub struct ParsedFile {
     /// `safetensors`, `torch_zip`, or `blocks`.
@@ -215,7 +217,7 @@ pub struct ParsedFile {
     pub blobs: Vec<Blob>,
     /// Tensors, in the file's order.
     pub tensors: Vec<FileTensor>,
-    /// All that is not a tensor; tensors appear in it by their index.
+    /// Everything that is not a tensor; tensors appear in it by their index.
     pub values: Values,
     /// Tensors that are parts of larger ones.
     pub distributed: Distributed,
@@ -231,12 +233,12 @@ impl ParsedFile {
         self.tensors[..self.named_count()].iter()
     }
 
-    /// How many tensors a model may have: the first ones.
+    /// The number of tensors that a model may have; they come first.
     pub fn named_count(&self) -> usize {
         self.tensors.partition_point(|tensor| tensor.role != Role::Scale)
     }
 
-    /// Tensors that are parts of larger ones, or of sums: whoever takes them for wholes is wrong.
+    /// Tensors that are parts of larger ones, or terms of sums, and must not be taken for full tensors.
     pub fn partial(&self) -> impl Iterator<Item = &Part> {
         self.distributed.parts.iter().filter(|part| {
             let is_whole = |tensor: u32| self.tensors[tensor as usize].shape == part.shape;

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::codes::{self, Code};
 use crate::error::{Error, Finding, Result, Severity};
 
-/// How findings are judged.
+/// The rules by which findings are judged.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct Gate {
@@ -13,14 +13,14 @@ pub struct Gate {
     pub warnings: bool,
     /// Codes whose warnings and notes count as errors.
     pub error: Vec<Code>,
-    /// Codes whose warnings and notes are put aside.
+    /// Codes whose warnings and notes are ignored.
     pub ignore: Vec<Code>,
-    /// Findings of the caller's own that an option has decided, for the manifest.
+    /// The caller's own findings that an option has decided, for the manifest.
     pub decided: Vec<Finding>,
 }
 
 impl Gate {
-    /// Judges findings, and writes into each by which option it was decided. What was accepted stays a warning.
+    /// Judges findings, and records in each the option that decided it. An accepted finding stays a warning.
     ///
     /// # Errors
     /// `FS515` if an error is to be ignored.

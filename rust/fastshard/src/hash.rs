@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use blake3::hazmat::{merge_subtrees_non_root, merge_subtrees_root, HasherExt, Mode};
 
-/// A tile's chaining value, or the root hash where one tile is the whole tensor.
+/// A tile's chaining value, or the root hash if one tile is the full tensor.
 pub type ChainingValue = [u8; 32];
 
 /// Hashes tile `index` of a tensor of `total` bytes cut in tiles of `tile` bytes (a power of two of
@@ -49,11 +49,11 @@ impl TileHasher {
 }
 
 /// The BLAKE3 hash of a tensor from its tiles' values, in any order. Subtrees are merged as soon as they are
-/// whole, so that tiles that come almost in order cost a logarithm of their number.
+/// complete, so the memory for tiles that come almost in order is logarithmic in their number.
 #[derive(Debug)]
 pub struct TileHashes {
     tiles: u64,
-    /// Values of the largest whole subtrees: (log2 of the tiles, index among those) -> value.
+    /// Values of the largest complete subtrees: (log2 of the tiles, index among those) -> value.
     subtrees: BTreeMap<(u32, u64), ChainingValue>,
 }
 
@@ -76,13 +76,13 @@ impl TileHashes {
         self.subtrees.insert((level, index), value);
     }
 
-    /// True if subtree `right` of a level and its left neighbour are whole, and not all there is.
+    /// True if subtree `right` of a level and its left neighbour are complete, and are not the full tree.
     fn merges(&self, level: u32, right: u64) -> bool {
         let end = (right + 1) << level;
         end <= self.tiles && (right > 1 || end < self.tiles)
     }
 
-    /// Counts the values in memory: what has come out of order, and the seams.
+    /// Counts the values in memory: those out of order, and those at the seams.
     pub fn count_values(&self) -> usize {
         self.subtrees.len()
     }
@@ -131,7 +131,7 @@ pub fn crc32(bytes: &[u8]) -> u32 {
     crc32fast::hash(bytes)
 }
 
-/// CRC32 of the first `len` bytes of `pattern`, again and again. It takes as many steps as `len` has digits.
+/// CRC32 of the first `len` bytes of `pattern`, repeated. It takes as many steps as `len` has digits.
 ///
 /// # Panics
 /// If `pattern` is empty.
@@ -161,7 +161,8 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Records a segment. One that overlaps what is known is dropped: its bytes are read again as a gap.
+    /// Records a segment. A segment that overlaps a known one is dropped, and its bytes are read again as a
+    /// gap.
     pub fn add(&mut self, offset: u64, len: u64, crc: u32) {
         if len == 0 {
             return;
@@ -173,14 +174,14 @@ impl Segments {
         }
     }
 
-    /// Makes one of the segment at `offset` and its neighbours, where they touch: what has come
-    /// almost in order takes almost no memory.
+    /// Merges the segment at `offset` with neighbours that touch it, so segments that come almost in order
+    /// take almost no memory.
     pub fn join(&mut self, offset: u64) {
         self.join_between(offset, &[]);
     }
 
-    /// [`Segments::join`], but never across one of `cuts`, which are sorted: the checksum of what lies
-    /// between two of them can be told.
+    /// [`Segments::join`], but never across one of `cuts`, which are sorted: the checksum between two of them
+    /// stays known.
     pub fn join_between(&mut self, offset: u64, cuts: &[u64]) {
         let is_cut = |at: u64| cuts.binary_search(&at).is_ok();
         let at = self.ends_at(offset).filter(|_| !is_cut(offset)).unwrap_or(offset);
@@ -195,13 +196,13 @@ impl Segments {
         }
     }
 
-    /// Where the segment begins that ends at `offset`, if one does.
+    /// The start of the segment that ends at `offset`, if there is one.
     fn ends_at(&self, offset: u64) -> Option<u64> {
         let (start, (len, _)) = self.seen.range(..offset).next_back()?;
         (start + len == offset).then_some(*start)
     }
 
-    /// True if a segment of `len` bytes at `offset` would be made one with another one.
+    /// True if a segment of `len` bytes at `offset` would merge with another one.
     pub fn would_join(&self, offset: u64, len: u64, cuts: &[u64]) -> bool {
         let joins = |at: u64, there: bool| there && cuts.binary_search(&at).is_err();
         joins(offset, self.ends_at(offset).is_some())
@@ -218,7 +219,7 @@ impl Segments {
         self.seen.len()
     }
 
-    /// True if there is none.
+    /// True if there are no segments.
     pub fn is_empty(&self) -> bool {
         self.seen.is_empty()
     }

@@ -1,8 +1,8 @@
 //! The loops that touch every byte: strided box copies, dtype conversion and value scans.
 //!
-//! Everything here is single-threaded; callers split work into tiles. Together with `storage` these are
-//! the only modules where `unsafe` is allowed. Each public function proves its bounds once, before the
-//! first byte moves, and the loops below rely on that proof.
+//! Everything here is single-threaded; callers split work into tiles. These modules and `storage` are the
+//! only ones in which `unsafe` is allowed. Each public function proves its bounds once, before the first byte
+//! moves, and the loops below rely on that proof.
 
 mod codes;
 mod convert;

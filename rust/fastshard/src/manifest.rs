@@ -19,13 +19,13 @@ const FORMAT: &str = "fastshard.manifest";
 /// Largest manifest read, in bytes.
 pub(crate) const MAX_MANIFEST: u64 = 1 << 30;
 
-/// Bytes at most of a part of a file's name, on every filesystem of note.
+/// Maximum bytes of a part of a file's name, on every filesystem of note.
 const MAX_PART: usize = 255;
-/// What the names of folders hold that are staging folders, which no listing looks into.
+/// The text in the names of staging folders, which no listing looks into.
 const STAGING: &str = ".fastshard-";
 
-/// True for the name of a result's file, as it is written and as it is read again: plain parts only, as a part that a
-/// system reads in another way has no place in a result.
+/// True for a valid name of a result's file. It has only plain parts, because a system could read any other
+/// part in another way.
 pub fn is_plain(name: &str) -> bool {
     let plain = |part: &str| {
         !matches!(part, "" | "." | "..") && part.len() <= MAX_PART && !part.contains(['\\', '\0'])
@@ -38,7 +38,7 @@ pub(crate) fn is_listed(name: &str) -> bool {
     name.rsplit_once('/').is_none_or(|(folders, _)| !folders.contains(STAGING))
 }
 
-/// What a matching manifest leaves open.
+/// What a matching manifest does not prove.
 pub const NOT_PROVEN: &str =
     "a matching manifest proves that the bytes are exactly as planned and written; that the layout \
 is right for the model is proven by the layout's tests and by logits, not by a hash";
@@ -54,17 +54,17 @@ pub struct ManifestTensor {
     pub shape: Vec<u64>,
     /// File, relative to the manifest.
     pub file: String,
-    /// Offset of the first byte in the file, where it is one range.
+    /// Offset of the first byte in the file, if the tensor is one range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
     /// BLAKE3 of the logical bytes (little-endian, C order), hexadecimal.
     pub blake3: String,
-    /// Its statistics, where they were asked for.
+    /// Its statistics, if they were requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stats: Option<TensorStats>,
 }
 
-/// One file. A result's manifest lists every file that was published with it, itself excepted.
+/// One file. A result's manifest lists every file that was published with it, except itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestFile {
     /// Name, relative to the manifest.
@@ -77,16 +77,16 @@ pub struct ManifestFile {
     /// BLAKE3 of the bytes, hexadecimal; for small files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Modification time in nanoseconds since the epoch, for files whose bytes have no hash of their own.
+    /// Modification time in nanoseconds since the epoch, for files whose bytes have no hash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtime_ns: Option<i64>,
-    /// Of a file that comes from a folder above the checkpoint: where from, relative to the checkpoint.
+    /// The origin of a file from a folder above the checkpoint, relative to the checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
 }
 
 impl ManifestFile {
-    /// True if it holds tensors that readers find in it.
+    /// True if readers find tensors in it.
     pub fn holds_tensors(&self) -> bool {
         self.identity.is_some()
     }
@@ -95,11 +95,11 @@ impl ManifestFile {
 /// A run of several processes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
-    /// Which run it was: 32 hex digits.
+    /// The id of the run: 32 hex digits.
     pub run: String,
-    /// Who made which part of it.
+    /// The makers of its parts.
     pub parts: Vec<Maker>,
-    /// By rank, a digest of what it was asked for and of what it had, where each had a part of the sources.
+    /// By rank, a digest of its request and its files, if each rank had a part of the sources.
     #[serde(rename = "asked", default, skip_serializing_if = "Vec::is_empty")]
     pub request_digests: Vec<String>,
 }
@@ -126,7 +126,7 @@ pub struct Manifest {
     pub version: u32,
     /// Program and version that wrote it.
     pub tool: String,
-    /// What was made: `merge`, `hf`, ... or `inventory` of what was found.
+    /// The kind of result: `merge`, `hf`, ..., or `inventory` for files that were found.
     pub kind: String,
     /// Digest of the plan; empty for an inventory.
     #[serde(default)]
@@ -150,10 +150,10 @@ pub struct Manifest {
     /// Values of the source that are not tensors.
     #[serde(default)]
     pub values: serde_json::Value,
-    /// Warnings and notes that were accepted.
+    /// Accepted warnings and notes.
     #[serde(default)]
     pub findings: Vec<Finding>,
-    /// Who made it, where several processes did.
+    /// Its makers, if several processes made it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provenance: Option<Provenance>,
     /// What the manifest does not prove.
@@ -171,7 +171,7 @@ pub fn file_identity<'a>(header: &[u8; 32], hashes: impl Iterator<Item = &'a [u8
     hasher.finalize().to_hex().to_string()
 }
 
-/// What kind of manifest one is, of which plan, and the files it lists.
+/// The kind of a manifest, its plan, and the files that it lists.
 #[derive(Deserialize)]
 struct Outline {
     format: String,
@@ -208,8 +208,8 @@ impl Outline {
 }
 
 impl Manifest {
-    /// The files that were published with the result whose manifest `file` is, by name; or in words, why it is not the
-    /// manifest of a result.
+    /// The files that were published with the result whose manifest `file` is, by name; or the reason why it
+    /// is not the manifest of a result, in words.
     ///
     /// # Errors
     /// What the system says.
@@ -220,7 +220,7 @@ impl Manifest {
         Ok(Outline::read(file)?.map(|outline| outline.files.into_iter().map(by_name).collect()))
     }
 
-    /// Digest of the plan whose result the manifest `file` tells of; empty if it is not that of a plan's result.
+    /// Digest of the plan whose result the manifest `file` describes; empty if it describes no plan's result.
     ///
     /// # Errors
     /// What the system says.
@@ -269,7 +269,7 @@ impl Manifest {
     /// Reads a manifest.
     ///
     /// # Errors
-    /// `FS518` if the file is no manifest of this version.
+    /// `FS518` if the file is not a manifest of this version.
     pub fn read(path: &std::path::Path) -> Result<Manifest> {
         let file = crate::storage::SourceFile::open(path)?;
         let bad = |message: String| {

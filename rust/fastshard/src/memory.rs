@@ -1,7 +1,7 @@
 //! Memory of this process, and what of it may be used before there is a plan.
 //!
-//! The engine divides a budget among tiles and workers. Headers and names are there before it: what they take is
-//! reckoned from their bytes and refused before it is taken.
+//! The engine divides a budget among tiles and workers. Headers and names come before it: their memory is
+//! estimated from their bytes, and refused before it is allocated.
 
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
@@ -13,19 +13,19 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, MORE_MEMORY};
 use crate::kernel;
 
-/// MiB that a help advises at least: what comes after the headers needs some, too.
+/// Minimum MiB that a help advises, as the work after the headers needs memory too.
 const PLENTY: u64 = 256;
-/// Bytes that a header takes per byte of it while it is read: itself and what it says.
+/// Bytes of memory per byte of a header while it is read, for the header and its content.
 const PER_HEADER_BYTE: u64 = 2;
-/// Bytes that are kept of a file per tensor at least, besides its name: 200 were measured.
+/// Minimum bytes that are kept per tensor of a file, besides its name: 200 were measured.
 const PER_TENSOR_KEPT: u64 = 170;
-/// Bytes that a plan takes at least per byte of the tensors' names, while it is made: no good plan is refused. Its records
-/// share the names; lists of them do not.
+/// Minimum bytes of a plan per byte of the tensors' names while it is made, so that no good plan is refused.
+/// Its records share the names; lists of names do not.
 const PER_NAME_BYTE: u64 = 1;
-/// Bytes that a plan takes at least per tensor besides: 0.6 to 2 KiB were measured.
+/// Minimum further bytes of a plan per tensor: 0.6 to 2 KiB were measured.
 const PER_TENSOR: u64 = 500;
 
-/// Says that the system has no memory left for a buffer.
+/// The error that the system has no memory left for a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NoMemory {
     bytes: usize,
@@ -51,7 +51,8 @@ impl From<NoMemory> for io::Error {
     }
 }
 
-/// Allocates a buffer of `len` zero bytes. Whatever can be large is allocated here: elsewhere a lack of memory aborts the process.
+/// Allocates a buffer of `len` zero bytes. Everything that can be large is allocated here, because elsewhere
+/// a lack of memory aborts the process.
 ///
 /// # Errors
 /// [`NoMemory`] if the system has none left.
@@ -59,7 +60,7 @@ pub fn allocate(len: usize) -> result::Result<Vec<u8>, NoMemory> {
     kernel::allocate_zeros(len).ok_or(NoMemory { bytes: len })
 }
 
-/// Allocates `len` values, all the default.
+/// Allocates `len` default values.
 ///
 /// # Errors
 /// [`NoMemory`] if the system has none left.
@@ -69,7 +70,7 @@ pub fn allocate_values<T: Clone + Default>(len: usize) -> result::Result<Vec<T>,
     Ok(values)
 }
 
-/// Gives a buffer `len` values: the first ones of those it has, and then the default.
+/// Resizes a buffer to `len` values: it keeps the first ones, and adds default values.
 ///
 /// # Errors
 /// [`NoMemory`] if the system has none left.
@@ -81,7 +82,7 @@ pub fn resize<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> result::Re
     Ok(())
 }
 
-/// Gives a buffer `len` values at least.
+/// Grows a buffer to at least `len` values.
 ///
 /// # Errors
 /// [`NoMemory`] if the system has none left.
@@ -92,7 +93,7 @@ pub fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> result::Resu
     Ok(())
 }
 
-/// A buffer whose first byte lies in a page of memory where a file has it in one of its pages.
+/// A buffer whose first byte has the same place in a memory page as in a page of the file.
 #[derive(Debug, Default)]
 pub struct PageBuffer {
     memory: Vec<u8>,
@@ -104,7 +105,7 @@ impl PageBuffer {
     /// Bytes of memory besides those of the buffer.
     pub const ROOM: usize = 4096;
 
-    /// Gives the buffer `len` bytes at least, for what goes to `offset` of a file. What was in it is lost.
+    /// Grows the buffer to at least `len` bytes for data at `offset` of a file. Its old content is lost.
     ///
     /// # Errors
     /// [`NoMemory`] if the system has none left.
@@ -115,7 +116,7 @@ impl PageBuffer {
         Ok(())
     }
 
-    /// Gives the buffer `len` bytes at least, where it has fewer: at the start of a page.
+    /// Grows the buffer to at least `len` bytes, at the start of a page.
     ///
     /// # Errors
     /// [`NoMemory`] if the system has none left.
@@ -160,7 +161,7 @@ pub fn reserve<T>(buffer: &mut Vec<T>, more: usize) -> result::Result<(), NoMemo
     buffer.try_reserve(more).map_err(|_| NoMemory { bytes })
 }
 
-/// Anonymous resident memory of this process, in bytes; 0 where the system does not tell.
+/// Anonymous resident memory of this process, in bytes; 0 if the system does not state it.
 pub fn anonymous_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status
@@ -170,14 +171,14 @@ pub fn anonymous_memory() -> u64 {
     kib.unwrap_or(0) * 1024
 }
 
-/// What may be taken until a limit of anonymous memory is reached.
+/// The memory that remains below a limit of anonymous memory.
 #[derive(Debug)]
 pub struct Room {
     limit: u64,
     baseline: u64,
     /// Bytes of headers that are being read.
     reading: AtomicU64,
-    /// Bytes that are kept of those that were.
+    /// Bytes that are kept of the headers that were read.
     kept: AtomicU64,
     /// Tensors in the headers that were read, and bytes of their names.
     tensors: AtomicU64,
@@ -197,10 +198,10 @@ impl HeaderRoom {
         HeaderRoom { room: Arc::clone(room), requested: AtomicU64::new(0) }
     }
 
-    /// Asks for what reading and parsing `bytes` more of the header of `file` takes.
+    /// Reserves memory for reading and parsing `bytes` more of the header of `file`.
     ///
     /// # Errors
-    /// `FS512` if all headers that are being read or kept are beyond the limit.
+    /// `FS512` if all headers that are being read or kept exceed the limit.
     pub fn ask(&self, file: &Path, bytes: u64) -> Result<()> {
         self.requested.fetch_add(bytes, Ordering::Relaxed);
         let reading = self.room.reading.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
@@ -209,8 +210,8 @@ impl HeaderRoom {
         self.room.holds(need, "the headers of the files", Some(file))
     }
 
-    /// Counts the tensors of the file, and the bytes of their names. True if these, and a plan of all that were counted, may
-    /// be kept; of a file for which it is false nothing is to be kept.
+    /// Counts the tensors of the file, and the bytes of their names. Returns true if there is room for these
+    /// and for a plan of all counted tensors; if not, nothing of the file must be kept.
     pub fn keep(&self, tensors: u64, names: u64) -> bool {
         let room = &self.room;
         room.tensors.fetch_add(tensors, Ordering::Relaxed);
@@ -230,14 +231,14 @@ impl Drop for HeaderRoom {
 }
 
 impl Room {
-    /// Room up to `limit` bytes, what the process holds already included.
+    /// Room up to `limit` bytes, including the memory that the process already holds.
     pub fn up_to(limit: u64) -> Room {
         kernel::trim();
         let [reading, kept, tensors, names] = [(); 4].map(|()| AtomicU64::new(0));
         Room { limit, baseline: anonymous_memory(), reading, kept, tensors, names }
     }
 
-    /// Asks for what the headers that were read take, and planning for all of their tensors.
+    /// Checks that there is room for the headers that were read, and for planning all of their tensors.
     ///
     /// # Errors
     /// `FS512` if it is beyond the limit.
@@ -249,7 +250,7 @@ impl Room {
         self.holds(need(1 + PER_NAME_BYTE, PER_TENSOR_KEPT + PER_TENSOR), "the names of the tensors", None)
     }
 
-    /// Asks for what planning takes for `tensors` tensors with names of `names` bytes.
+    /// Checks that there is room for planning `tensors` tensors with names of `names` bytes.
     ///
     /// # Errors
     /// `FS512` if it is beyond the limit.
@@ -258,7 +259,7 @@ impl Room {
         self.holds(need, "the names of the tensors", None)
     }
 
-    /// Refuses to go on where what is in use already, and `more` bytes, are too much.
+    /// Refuses to continue if the memory in use and `more` bytes exceed the limit.
     ///
     /// # Errors
     /// `FS512` if the process would hold more than the limit.

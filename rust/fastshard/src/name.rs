@@ -121,7 +121,7 @@ impl<'de> Deserialize<'de> for Name {
     }
 }
 
-/// Keys that lead to a tensor in its file: one in most, which lies in the list itself.
+/// Keys that lead to a tensor in its file: mostly one, which is stored in the list itself.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Keys {
     /// One.
@@ -172,14 +172,14 @@ impl Keys {
         join(self)
     }
 
-    /// The keys below `outer`, where they begin with these.
+    /// The keys below `outer`, if they begin with it.
     pub fn below(&self, outer: &[String]) -> Option<&[Name]> {
         let (start, rest) = self.split_at_checked(outer.len())?;
         (start == outer).then_some(rest)
     }
 }
 
-/// Joins keys by dots: one is its own name.
+/// Joins keys by dots; a single key stays as it is.
 pub fn join(keys: &[Name]) -> Name {
     match keys {
         [one] => one.clone(),

@@ -10,15 +10,15 @@ use crate::plan::Output;
 use crate::tensor::Dtype;
 use crate::words::{layer, without_numbers};
 
-/// Most layers that a finding names.
+/// Maximum number of layers that a finding names.
 const NAMED: usize = 4;
 
-/// A layer's stack without numbers, the dtype that is odd there, and that of the others.
+/// A layer's stack without numbers, its odd dtype, and the dtype of the others.
 type Kind = (String, Dtype, Dtype);
 
 /// Warnings about tensors whose dtype is odd: one for each stack of layers and two dtypes.
 ///
-/// Codes of quantised weights say nothing, and no more do a first and a last layer that differ as a whole.
+/// Codes of quantised weights do not count, and neither do a first and a last layer that differ completely.
 pub fn find_odd_dtypes(draft: &Draft) -> Vec<Finding> {
     let outputs = draft.outputs.iter().map(|one| &one.output);
     let in_layers: Vec<(&str, &Output)> =

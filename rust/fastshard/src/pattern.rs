@@ -1,7 +1,8 @@
 //! Regular expressions that strangers wrote, matched as Python's `re` does, within a number of steps.
 //!
-//! What an automaton can match takes a step for each character; the rest goes to an engine that goes back, within a limit.
-//! All patterns of a file share one budget: above it the file is refused, with the pattern that was tried last.
+//! A pattern that an automaton can match takes a step for each character; an engine with bounded backtracking
+//! matches the others. All patterns of a file share one budget: a file that exceeds it is refused, with the
+//! pattern that was tried last.
 
 pub mod dialect;
 
@@ -18,25 +19,25 @@ use dialect::{Names, Reason};
 
 /// Steps that the patterns of one file may take: some seconds of one processor.
 pub const MOST_STEPS: u64 = 500_000_000;
-/// Steps of what is done once for each try of a pattern.
+/// Steps of the work that each try of a pattern takes.
 const OF_A_TRY: u64 = 16;
 /// Steps of a pattern's program, for each byte of it.
 const OF_A_BYTE: u64 = 8;
-/// Bytes of a program, and of what makes it, at most.
+/// Maximum bytes of a program, and of the data that makes it.
 const LARGEST: usize = 1 << 18;
-/// How often an engine may go back for one name, tried in turn: a few is enough for what people write.
+/// Backtracking limits for one name, tried in turn: a few steps suffice for the patterns that people write.
 const GOING_BACK: [u64; 3] = [128, 8192, 1 << 20];
 /// Characters of a pattern that a message shows.
 const SHOWN: usize = 80;
 
-/// What of a name a pattern must match.
+/// The part of a name that a pattern must match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
-    /// Its begin: `re.match`.
+    /// Its beginning: `re.match`.
     Start,
     /// All of it: `re.fullmatch`.
     Full,
-    /// All of it, or what follows a dot: `re.match(rf"(.*\.)?({pattern})$", name)`, as peft names modules.
+    /// All of it, or the part after a dot: `re.match(rf"(.*\.)?({pattern})$", name)`, as peft names modules.
     Module,
 }
 
@@ -54,7 +55,7 @@ impl Budget {
         Budget { file: file.into(), most, taken: AtomicU64::new(0) }
     }
 
-    /// The steps that were taken.
+    /// The steps taken so far.
     pub fn taken(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
@@ -98,7 +99,7 @@ pub struct Patterns {
 
 struct Pattern {
     text: String,
-    /// Its characters, where it has no sign but dots: None for those.
+    /// Its characters, if it has no special signs except dots, which are None.
     plain: Option<Vec<Option<u8>>>,
     /// Programs for plain names, and for any.
     programs: [OnceLock<Program>; 2],
@@ -115,7 +116,7 @@ impl Patterns {
     ///
     /// # Errors
     ///
-    /// If one is no regular expression, or has what is not matched here.
+    /// If one is not a regular expression, or has a construct that is not supported.
     pub fn new(texts: Vec<String>, how: How, budget: Arc<Budget>) -> Result<Self, Error> {
         let mut all = Vec::with_capacity(texts.len());
         for text in texts {
@@ -134,7 +135,7 @@ impl Patterns {
     ///
     /// # Errors
     ///
-    /// If the steps of the budget are taken.
+    /// If the budget has no steps left.
     pub fn first(&self, name: &str) -> Result<Option<usize>, Error> {
         let names = if name.is_ascii() && !name.contains('\n') { Names::Plain } else { Names::Any };
         for (number, pattern) in self.all.iter().enumerate() {
@@ -242,7 +243,7 @@ impl Patterns {
     }
 }
 
-/// A pattern as `re.match` or `re.fullmatch` has it.
+/// A pattern in the form of `re.match` or `re.fullmatch`.
 fn spelled(pattern: &str, how: How) -> String {
     match how {
         How::Start | How::Full => pattern.into(),

@@ -39,7 +39,7 @@ pub const PLAN_VERSION: u32 = 2;
 pub struct Plan {
     /// [`PLAN_VERSION`].
     pub version: u32,
-    /// What the plan makes, in words: `merge`, `hf`, ...
+    /// The result of the plan, in words: `merge`, `hf`, ...
     pub target: String,
     /// Source files.
     pub sources: Vec<PlanFile>,
@@ -58,10 +58,10 @@ pub struct Plan {
     /// Stored tensors that must repeat another one: (first, copy).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<(u32, u32)>,
-    /// True if a tensor that differs from its twin is a warning and no error.
+    /// True if a tensor that differs from its twin is a warning instead of an error.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub twins_may_differ: bool,
-    /// True if layers may hold what other layers hold (a warning then).
+    /// True if layers may be equal to other layers (which is then a warning).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub layers_may_repeat: bool,
     /// True if a head that equals the embedding is not tied to it.
@@ -70,18 +70,19 @@ pub struct Plan {
     /// Glob patterns of files that were copied on purpose.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies_accepted: Vec<String>,
-    /// True if NaN and infinite values are taken as they are.
+    /// True if NaN and infinite values are accepted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub non_finite_accepted: bool,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
-    /// What the header of each safetensors file says besides, by key.
+    /// Metadata in the header of each safetensors file, by key.
     #[serde(default, skip_serializing_if = "Metadata::is_empty")]
     pub metadata: Metadata,
-    /// The index among the files of the result, which names the file of each tensor; none where there is none.
+    /// The index among the files of the result, which names the file of each tensor, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,
-    /// The list of expected tensors that the caller gave, which the result is held against: its class, version and digest.
+    /// The caller's list of expected tensors, with which the result is compared: its class, version and
+    /// digest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected: Option<String>,
     /// Top-level names that appear after all others, in this order; readers start from the last.
@@ -90,14 +91,14 @@ pub struct Plan {
     pub topology: BTreeMap<String, u64>,
     /// Extents of the axes, for the reader.
     pub axes: BTreeMap<String, u64>,
-    /// What was noted while planning, in words that name files by where they lie; not part of what is made, which is the
-    /// same wherever that is.
+    /// Notes from planning, whose words include the places of files; not part of the digest, as the result
+    /// does not depend on these places.
     #[serde(skip)]
     pub notes: Vec<Finding>,
     /// Roots as given, for messages; not part of the document.
     #[serde(skip)]
     pub roots: Vec<String>,
-    /// What names of tensors tell; not part of the document.
+    /// Words that show what tensors are by their names; not part of the document.
     #[serde(skip)]
     pub words: Arc<Words>,
 }
@@ -122,7 +123,7 @@ impl Plan {
         text
     }
 
-    /// A name for each output that no other has: its own, or, where ranks each have one of it, `FILE:KEY`.
+    /// A unique name for each output: its own, or `FILE:KEY` if several ranks have an output of that name.
     pub fn names(&self) -> Vec<String> {
         let mut count: BTreeMap<&str, u32> = BTreeMap::new();
         self.outputs.iter().for_each(|output| *count.entry(&output.name).or_default() += 1);
@@ -146,7 +147,8 @@ impl Plan {
         files
     }
 
-    /// Sets the pointers: those that are given, else where a reader starts, the index or the first file.
+    /// Sets the pointers: the given ones, else the file from which a reader starts, the index or the first
+    /// file.
     pub(crate) fn point(&mut self, pointers: Vec<String>) {
         let first = || self.files.first()?.name.split('/').next();
         let usual = || self.index.as_deref().or_else(first).map(str::to_string).into_iter().collect();
@@ -159,8 +161,8 @@ impl Plan {
             + self.texts.values().map(|t| t.len() as u64).sum::<u64>()
     }
 
-    /// What is done to values, in words, and to how many outputs: value ops, casts, sums and means of several sources,
-    /// scales of quantised tensors. Empty where every bit is kept.
+    /// The changes of values, in words, with the number of outputs: value ops, casts, sums and means of
+    /// several sources, scales of quantised tensors. Empty if every bit is kept.
     pub fn changes(&self) -> BTreeMap<String, u64> {
         let mut all: BTreeMap<String, u64> = BTreeMap::new();
         for output in &self.outputs {
@@ -190,8 +192,8 @@ impl Plan {
         all
     }
 
-    /// Bytes that are read for each byte of the stored tensors that anything is made of: what several outputs take, or what is
-    /// compared with a tensor that has been read, is read again.
+    /// Bytes read for each byte of the stored tensors in use. Data is read again if several outputs take it,
+    /// or if it is compared with a tensor that was read before.
     pub fn read_amplification(&self) -> f64 {
         let mut looked_at: BTreeSet<u32> = BTreeSet::new();
         let mut read = 0u64;
@@ -222,7 +224,7 @@ impl Plan {
         }
     }
 
-    /// Whole stored tensors as outputs, for hashing what is there: one output per stored tensor.
+    /// Full stored tensors as outputs, for hashing a checkpoint: one output per stored tensor.
     pub fn identity_outputs(&self) -> Vec<Output> {
         self.stored
             .iter()
@@ -257,7 +259,7 @@ impl Plan {
             .collect()
     }
 
-    /// A source file as messages name it: by its root too, where there are several.
+    /// The name of a source file in messages, with its root if there are several.
     pub fn label(&self, file: u32) -> String {
         let file = &self.sources[file as usize];
         match self.roots.get(file.root as usize) {
@@ -266,7 +268,7 @@ impl Plan {
         }
     }
 
-    /// The file that a stored tensor lies in (its first, where there are several); of values that of their codes.
+    /// The file of a stored tensor (the first one if there are several); for values, the file of their codes.
     pub fn file_of(&self, stored: &StoredTensor) -> &PlanFile {
         let blob = match &stored.pieces {
             Pieces::View { blob, .. } => Some(*blob),
@@ -277,7 +279,8 @@ impl Plan {
         &self.sources[blob.map_or(0, |b| self.blobs[b as usize].file as usize)]
     }
 
-    /// Whether each stored tensor is read: an output is made of it, or it is compared with what one is made of.
+    /// Whether each stored tensor is read: an output is made from it, or it is compared with a tensor that an
+    /// output is made from.
     pub fn tensors_read(&self) -> Vec<bool> {
         let mut read = vec![false; self.stored.len()];
         for source in self.outputs.iter().flat_map(|o| &o.parts).flat_map(|p| &p.sources) {
@@ -288,14 +291,15 @@ impl Plan {
         read
     }
 
-    /// The stored tensors that are read for one: what it is made of, its twins, and the factors of its changes.
+    /// The stored tensors that are read for one: those that it is made from, its twins, and the factors of
+    /// its changes.
     pub fn read_with(&self, stored: u32) -> Vec<u32> {
         let tensor = &self.stored[stored as usize];
         let factors = tensor.changes.iter().flat_map(Change::needs);
         self.made_of(stored).into_iter().chain(tensor.twins.iter().copied()).chain(factors).collect()
     }
 
-    /// A stored tensor, and the tensors that its values are made of, which have codes, scales or anything else in files.
+    /// A stored tensor, and the tensors that its values are made from, e.g. codes and scales.
     pub fn made_of(&self, stored: u32) -> Vec<u32> {
         let mut all = vec![stored];
         let mut at = 0;

@@ -93,26 +93,26 @@ pub use preflight::{preflight, preflight_part, Needs};
 pub use process::Process;
 pub use staging::{waits_sealed, Staging};
 
-/// How a result is written and published: the options that a caller chooses, read by the names that its record gives them.
+/// The caller's options for writing and publishing a result, read by the names of their fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
-    /// Replace a destination that is not empty. The old one stays until the new one is in place.
+    /// Replace a destination that is not empty. The old content stays until the new result is in place.
     pub overwrite: bool,
     /// Continue an interrupted run of the same plan, if there is one.
     pub resume: bool,
-    /// Bring everything to disk before it appears; off, a power failure may lose a published result.
+    /// Sync everything to disk before it appears; without it, a power failure may lose a published result.
     pub fsync: bool,
-    /// Leave holes where the result holds zeros; no space is reserved for it then.
+    /// Leave holes for zeros in the result; then no space is reserved for it.
     pub sparse: bool,
-    /// How data files are written.
+    /// The way in which data files are written.
     pub io: Io,
     /// Put statistics of each tensor into the manifest.
     pub stats: bool,
 }
 
 impl Options {
-    /// All that a caller who chooses nothing gets.
+    /// The options of a caller who chooses none.
     pub const DEFAULT: Options =
         Options { overwrite: false, resume: false, fsync: true, sparse: false, io: Io::Auto, stats: false };
 

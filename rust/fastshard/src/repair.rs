@@ -1,8 +1,8 @@
 //! Rebuilds fp32 master weights from the parameters, in the optimizer files' own layout.
 //!
-//! The files stay what they are: the original zip with the payloads of some storages, and their
-//! checksums, replaced. Nothing in a pickle is read but inertly; of its bytes only numbers that count steps change, to zero
-//! in the same width.
+//! The files stay what they are: the original zip with the payloads of some storages, and their checksums,
+//! replaced. Pickles are only read inertly; of their bytes only numbers that count steps change, to zero in
+//! the same width.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -20,13 +20,13 @@ use crate::request::{Gathered, Request};
 use crate::tensor::{c_strides, element_count, Dtype};
 use crate::unwritten::find_unwritten;
 
-/// What is to be rebuilt.
+/// The data to rebuild.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Repair {
-    /// Files with masters.
+    /// Files with master weights.
     pub files: Vec<RepairFile>,
-    /// Small text files to write besides.
+    /// Small text files to write in addition.
     #[serde(default)]
     pub texts: BTreeMap<String, String>,
     /// Top-level names that appear after all others, the last of them the one that readers start from; by default the
@@ -35,7 +35,7 @@ pub struct Repair {
     pub pointers: Vec<String>,
 }
 
-/// A file to be rebuilt.
+/// A file to rebuild.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RepairFile {
@@ -43,16 +43,16 @@ pub struct RepairFile {
     pub file: u32,
     /// Path in the result.
     pub name: String,
-    /// Tensors that hold masters: all their elements come from parameters, and padding is zero.
+    /// Tensors that hold master weights: all their elements come from parameters, and padding is zero.
     pub masters: Vec<u32>,
-    /// Tensors to be set to zero: moments and steps.
+    /// Tensors to set to zero: moments and steps.
     pub zero: Vec<u32>,
-    /// Numbers to be set to zero: keys that lead to steps that the pickle holds itself.
+    /// Numbers to set to zero: keys that lead to steps in the pickle itself.
     #[serde(default)]
     pub numbers: Vec<Vec<String>>,
 }
 
-/// A range of a master's storage, in bytes, and where its values are.
+/// A range of a master weight's storage, in bytes, and the place of its values.
 #[derive(Clone, Copy)]
 struct Source {
     len: u64,
@@ -60,7 +60,7 @@ struct Source {
     first: u64,
 }
 
-/// Plans the repair of a checkpoint whose parameters and masters `request` declares.
+/// Plans the repair of a checkpoint whose parameters and master weights `request` declares.
 ///
 /// # Errors
 /// A request that cannot be used. What is wrong with the checkpoint comes as findings.
@@ -112,10 +112,12 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     Ok(Planned { plan, findings })
 }
 
-/// Where the values of masters are: of each storage, the ranges that parameters hold, by their first byte.
+/// The places of the values of master weights: for each storage, the ranges that parameters hold, by their
+/// first byte.
 type Values = HashMap<u32, BTreeMap<u64, Source>>;
 
-/// Adds flat views of the parameters, as masters are laid out flat, and says which ranges of masters they hold.
+/// Adds flat views of the parameters, as master weights are flat, and returns the ranges of master weights
+/// that they hold.
 fn values_of_masters(all: &mut Gathered, findings: &mut Vec<Finding>) -> Values {
     let mut values = Values::new();
     for index in 0..all.stored.len() {
@@ -147,7 +149,7 @@ fn values_of_masters(all: &mut Gathered, findings: &mut Vec<Finding>) -> Values 
 }
 
 impl RepairFile {
-    /// The tensors of the file that are replaced, in its order. `number` is the file's number in the plan.
+    /// The replaced tensors of the file, in its order. `number` is the file's number in the plan.
     fn outputs(
         &self,
         file: &CatalogFile,
@@ -205,7 +207,7 @@ impl RepairFile {
     }
 }
 
-/// Plans the comparison of every parameter with its masters, whatever the model's layout is.
+/// Plans the comparison of every parameter with its master weights, whatever the model's layout is.
 pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
     let all = Gathered::new(catalog, request, false);
     let mut plan = Plan {
@@ -247,7 +249,7 @@ fn flat(tensor: &StoredTensor) -> Option<StoredTensor> {
     })
 }
 
-/// The parts of a flat master at byte `offset` of its storage.
+/// The parts of a flat master weight at byte `offset` of its storage.
 fn parts(ranges: &BTreeMap<u64, Source>, offset: u64, elements: u64, dtype: Dtype) -> Vec<Part> {
     let item = dtype.size() as u64;
     let within = ranges.range(offset..offset + elements * item);

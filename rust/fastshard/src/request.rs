@@ -35,22 +35,22 @@ pub use assembled::{AssembledSide, AssembledTensor, Chunk, Parts, Range};
 pub use coded::{CodedSide, Operand};
 use passes::{slot_name, PassResults, Resolving};
 
-/// What an adapter declares of a checkpoint, and what is wanted of it.
+/// An adapter's declaration of a checkpoint, and the requested result.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
     /// The source.
     pub source: SourceSide,
-    /// Which copy of the weights is wanted; none for the one that the source names.
+    /// The requested copy of the weights; none for the copy that the source names.
     #[serde(default)]
     pub weights: Option<Weights>,
-    /// True to make slots of the optimizer's state.
+    /// True to turn the optimizer's state into slots.
     #[serde(default)]
     pub optimizer: bool,
-    /// Tensors that are wanted as the values of their codes.
+    /// Tensors for which the values of their codes are requested.
     #[serde(default)]
     pub coded: Vec<CodedSide>,
-    /// Stored tensors that those values are made of, and that are no outputs therefore.
+    /// Stored tensors that these values are made from, and that are therefore no outputs.
     #[serde(default)]
     pub left_out: HashSet<String>,
     /// The target; absent for `merge`.
@@ -59,7 +59,7 @@ pub struct Request {
     /// Element type of floating outputs.
     #[serde(default)]
     pub dtype: Option<Dtype>,
-    /// Outputs that keep theirs.
+    /// Outputs that keep their element type.
     #[serde(default)]
     pub keep: Keep,
     /// True to average replicas that differ.
@@ -77,83 +77,84 @@ pub struct Request {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
-    /// Those that the model was trained with.
+    /// The parameters, which the model uses.
     #[default]
     Params,
-    /// The optimizer's fp32 masters.
+    /// The optimizer's fp32 master weights.
     Masters,
 }
 
-/// The source's declaration: of `Source` of Python's, what plans are made of, by the same names.
+/// The source's declaration: the fields of Python's `Source` that planning needs, by the same names.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSide {
-    /// What lies in which file.
+    /// The contents of the files.
     pub files: FilesSide,
-    /// What tensors are called.
+    /// The names of tensors.
     #[serde(default)]
     pub names: NamesSide,
-    /// By which table they are read, and what binds its letters.
+    /// The table that reads them, and the values of its letters.
     #[serde(default)]
     pub binding: BindingSide,
-    /// What is taken although it is often an error.
+    /// Accepted conditions that are often an error.
     #[serde(default)]
     pub allowances: AllowancesSide,
-    /// What the files hold of the optimizer.
+    /// The optimizer's contents of the files.
     #[serde(default)]
     pub optimizer: OptimizerSide,
 }
 
-/// What lies in which file of a source.
+/// The contents of a source's files.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FilesSide {
-    /// Where each file lies in the topology.
+    /// The place of each file in the topology.
     pub units: Vec<UnitSide>,
-    /// Tensors that lie in ranges of other tensors.
+    /// Tensors stored in ranges of other tensors.
     #[serde(default)]
     pub assembled: Vec<AssembledSide>,
-    /// What adapters make of tensors.
+    /// The changes that adapters make to tensors.
     #[serde(default)]
     pub adapted: Vec<AdaptedSide>,
-    /// Files that say which rank they are of, and are in its place.
+    /// Files that state their rank and are in its place.
     #[serde(default)]
     pub placed: BTreeSet<usize>,
 }
 
-/// What tensors of a source are called.
+/// The names of a source's tensors.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NamesSide {
-    /// Where the model's own names begin.
+    /// The prefix before the model's own names.
     #[serde(default)]
     pub prefix: String,
-    /// True if the caller said where the model begins, so that a merge has its own names.
+    /// True if the caller gave the prefix, so that a merge uses the model's own names.
     #[serde(default)]
     pub is_chosen: bool,
-    /// The model's own names of tensors that are stored under others, which wrappers have made: by these.
+    /// The model's own names of tensors that wrappers have renamed, by their stored names.
     #[serde(default)]
     pub own: HashMap<String, String>,
     /// True if a merge gives tensors these names too.
     #[serde(default)]
     pub renames: bool,
-    /// Stored tensors that are no outputs: factors of adapters, and what they replace.
+    /// Stored tensors that are no outputs: factors of adapters, and the tensors that they replace.
     #[serde(default)]
     pub hidden: HashSet<String>,
-    /// Names of scales and the like below the weights' prefix; they pass beside the tensors that they are of.
+    /// Names of scales and the like below the weights' prefix; they accompany the tensors that they belong
+    /// to.
     #[serde(default)]
     pub beside: HashSet<String>,
 }
 
-/// By which table the tensors of a source are read, and what binds its letters.
+/// The table that reads the tensors of a source, and the values of its letters.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BindingSide {
-    /// Layout table (its text where a request is JSON); none for tensors that are whole as they are.
+    /// Layout table (its text if a request is JSON); none for tensors that are stored in full.
     #[serde(rename = "toml", default, deserialize_with = "parsed")]
     pub layout: Option<Arc<Table>>,
-    /// Rules for single tensors, from a `layout.json`: name, the dimension split over tp, and the parts of the whole
-    /// along it that are split each by itself.
+    /// Rules for single tensors, from a `layout.json`: name, the dimension split over tp, and the parts of
+    /// the full tensor along it that are split separately.
     #[serde(default)]
     pub generic: Vec<(String, Option<usize>, Vec<u64>)>,
     /// Parallel degrees.
@@ -171,48 +172,49 @@ pub struct BindingSide {
     /// True vocabulary.
     #[serde(default)]
     pub vocab_size: Option<u64>,
-    /// True if tensors that no rule names are taken as they are.
+    /// True if tensors that no rule names are kept as they are.
     #[serde(default)]
     pub pass_unknown: bool,
 }
 
-/// What is taken of a source although it is often an error.
+/// Accepted conditions of a source that are often an error.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AllowancesSide {
-    /// True if layers may hold what other layers hold (a warning then).
+    /// True if layers may be equal to other layers (which is then a warning).
     #[serde(default)]
     pub layers_may_repeat: bool,
     /// Glob patterns of files that were copied on purpose.
     #[serde(default)]
     pub copies: Vec<String>,
-    /// True if NaN and infinite values are taken as they are.
+    /// True if NaN and infinite values are accepted.
     #[serde(default)]
     pub non_finite: bool,
-    /// What is made of large holes in the place of tensors.
+    /// The treatment of large holes in the place of tensors.
     #[serde(default)]
     pub holes: Holes,
 }
 
-/// What the files hold of an optimizer.
+/// The contents of the files for an optimizer.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerSide {
-    /// Which copy of the weights is taken unless one is asked for.
+    /// The copy of the weights that is used unless the request names one.
     #[serde(default)]
     pub weights: Weights,
-    /// Names of parameters that it keeps nothing of.
+    /// Names of parameters for which it keeps no state.
     #[serde(default)]
     pub untrained: HashSet<String>,
 }
 
 impl Request {
-    /// The copy of the weights that is taken.
+    /// The copy of the weights that is used.
     pub(crate) fn taken(&self) -> Weights {
         self.weights.unwrap_or(self.source.optimizer.weights)
     }
 
-    /// True if parameters and masters may differ (a warning then): moments are those of the masters, so not where they go along.
+    /// True if parameters and master weights may differ (which is then a warning). False if moments are
+    /// converted too, as these belong to the master weights.
     fn twins_may_differ(&self) -> bool {
         self.weights == Some(Weights::Params) && !self.optimizer
     }
@@ -223,7 +225,7 @@ impl Request {
         *is_chosen || *renames || !hidden.is_empty() || !self.source.files.adapted.is_empty()
     }
 
-    /// The model's own names of parameters that the optimizer keeps nothing of.
+    /// The model's own names of parameters for which the optimizer keeps no state.
     fn untrained(&self) -> BTreeSet<String> {
         let own = |name: &String| self.source.names.own.get(name).unwrap_or(name).clone();
         match self.optimizer {
@@ -268,7 +270,7 @@ pub struct UnitSide {
 pub struct TargetSide {
     /// Name for the plan and the manifest, e.g. `hf`.
     pub name: String,
-    /// Layout table (its text where a request is JSON); none to keep the source's names and shapes.
+    /// Layout table (its text if a request is JSON); none to keep the source's names and shapes.
     #[serde(rename = "toml", default, deserialize_with = "parsed")]
     pub layout: Option<Arc<Table>>,
     /// Parallel degrees.
@@ -280,16 +282,16 @@ pub struct TargetSide {
     /// Facts of the target.
     #[serde(default)]
     pub facts: BTreeMap<String, bool>,
-    /// Facts that are others for the optimizer's state.
+    /// Facts that differ for the optimizer's state.
     #[serde(default)]
     pub state_facts: Option<BTreeMap<String, bool>>,
-    /// Sets of positions of the target, where they differ from the source's of that name.
+    /// Sets of positions of the target that differ from the source's sets of the same name.
     #[serde(default)]
     pub sets: Sets,
     /// Multiple to which the vocabulary is padded.
     #[serde(default)]
     pub pad_multiple: Option<u64>,
-    /// True if ranks hold chunks of the whole: boxes of it, and each once.
+    /// True if ranks hold chunks of the full tensor: boxes, each stored once.
     #[serde(default)]
     pub chunks: bool,
 }
@@ -312,7 +314,7 @@ const MAX_RANKS: u64 = 1 << 20;
 /// Largest extent of an axis.
 const MAX_EXTENT: u64 = 1 << 40;
 
-/// Refuses an element type and numbers that no run has, before anything is allocated by them.
+/// Refuses an element type and numbers that no run has, before they determine an allocation.
 fn believable(request: &Request) -> Result<()> {
     if let Some(dtype) = request.dtype.filter(|d| !d.is_float()) {
         return Err(Finding::new(codes::BAD_VALUE, "element type of the result")
@@ -363,7 +365,7 @@ fn parsed<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<Option<Arc<
 /// Drafts a plan of a catalog by a request.
 ///
 /// # Errors
-/// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
+/// A layout table or pattern that cannot be used. Problems of the checkpoint are findings.
 pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
     steps::reach(Step::Draft);
     let (mut table, target_table) = tables(request)?;
@@ -447,7 +449,7 @@ fn tables(request: &Request) -> Result<(Table, Option<Table>)> {
     Ok((table, target))
 }
 
-/// What a pass has of the target, and what is said of its slot: for a slot, both tables say how the optimizer keeps it.
+/// The target of a pass, and the properties of its slot: both tables state how the optimizer keeps a slot.
 fn for_pass(
     request: &Request,
     pass: &Pass,
@@ -507,7 +509,7 @@ fn outside_of_target(target: &TargetSide) -> Outside {
     }
 }
 
-/// Stored names by own names: a merge keeps the names that are stored, unless others are asked for.
+/// Stored names by own names: a merge keeps the stored names unless others are requested.
 fn called(request: &Request) -> HashMap<String, String> {
     match request.target.is_none() && !request.is_renamed() {
         true => request.source.names.own.iter().map(|(stored, own)| (own.clone(), stored.clone())).collect(),
@@ -515,7 +517,7 @@ fn called(request: &Request) -> HashMap<String, String> {
     }
 }
 
-/// Begins the plan, with what the request itself says of it.
+/// Begins the plan with the properties that the request itself states.
 fn begin_plan(catalog: &Catalog, request: &Request) -> Plan {
     Plan {
         version: PLAN_VERSION,

@@ -12,16 +12,16 @@ use crate::tensor::Dtype;
 pub struct Entry {
     /// Its own name.
     pub name: String,
-    /// Its extents, as far as they are known: `None` where not even their number is.
+    /// Its extents, as far as they are known; `None` if not even their number is known.
     pub shape: Option<Vec<Option<u64>>>,
-    /// Its dtype, where it is known.
+    /// Its dtype, if it is known.
     pub dtype: Option<Dtype>,
-    /// True if a model may be without it.
+    /// True if a model may lack it.
     pub optional: bool,
 }
 
 impl Entry {
-    /// True if a tensor of this shape may be meant, as far as that is known.
+    /// True if a tensor of this shape may be this entry, as far as the shape is known.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.shape.as_ref().is_none_or(|known| {
             known.len() == shape.len()
@@ -34,37 +34,37 @@ impl Entry {
 #[derive(Debug, Clone, Default)]
 pub struct Roster {
     entries: Vec<Entry>,
-    /// Of each group one is enough (tied tensors), by places in `entries`.
+    /// Groups of tied tensors, by places in `entries`; one tensor of each group is enough.
     any_of: Vec<Vec<usize>>,
 }
 
-/// A tensor that is there.
+/// A tensor that exists.
 #[derive(Debug, Clone, Copy)]
 pub struct PresentTensor<'a> {
     /// The name under which it is stored.
     pub stored: &'a str,
     /// The model's own name of it.
     pub own: &'a str,
-    /// Shape of the whole.
+    /// Shape of the full tensor.
     pub shape: &'a [u64],
     /// Its dtype.
     pub dtype: Dtype,
 }
 
-/// What differs, in the order of the names.
+/// The differences, in the order of the names.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Comparison<'a> {
-    /// Entries that nothing is there for.
+    /// Entries without a tensor.
     pub missing: Vec<&'a Entry>,
     /// Tensors of another shape: the name stored, the shape, and the entry.
     pub differing: Vec<(&'a str, &'a [u64], &'a Entry)>,
     /// Tensors of another dtype: the name stored, the dtype, and the one expected.
     pub dtypes: Vec<(&'a str, Dtype, Dtype)>,
-    /// Names stored of tensors that the roster has not.
+    /// Stored names of tensors that the roster lacks.
     pub further: Vec<&'a str>,
-    /// How many tensors are as expected, in shape and in dtype.
+    /// The number of tensors with the expected shape and dtype.
     pub same: usize,
-    /// How many tensors have each pair of dtypes: what is there, and what is expected.
+    /// The number of tensors for each pair of dtypes: the existing and the expected one.
     pub kinds: BTreeMap<(Dtype, Dtype), usize>,
 }
 
@@ -72,7 +72,7 @@ impl Roster {
     /// A roster of these entries, in any order.
     ///
     /// # Errors
-    /// `FS515` for a name that stands in it twice, and for a group with a name that it has not.
+    /// `FS515` for a name that occurs twice, and for a group with an unknown name.
     pub fn new(mut entries: Vec<Entry>, any_of: &[Vec<String>]) -> Result<Roster, Error> {
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         if let Some(pair) = entries.windows(2).find(|pair| pair[0].name == pair[1].name) {
@@ -96,8 +96,8 @@ impl Roster {
         &self.entries
     }
 
-    /// Compares tensors with those of the roster. Of several with one own name the first is taken, the others are
-    /// further ones.
+    /// Compares tensors with those of the roster. If several have the same own name, the first counts, and
+    /// the others are unexpected.
     pub fn compared<'a>(&'a self, present: impl IntoIterator<Item = PresentTensor<'a>>) -> Comparison<'a> {
         let mut there = vec![false; self.entries.len()];
         // Tensors come in the order of their names, most of them: each is looked for behind the one before.

@@ -2,24 +2,24 @@
 
 use crate::plan::{Form, Pieces, Plan, StoredTensor};
 
-/// A run of a blob, and what stands there.
+/// A run of a blob, and its content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Use {
     /// Index into [`Plan::stored`].
     pub stored: u32,
     /// First byte in the blob's data.
     pub offset: u64,
-    /// Where it begins in the stored tensor: in each dimension, or in its elements.
+    /// Its beginning in the stored tensor: in each dimension, or in its elements.
     pub at: Vec<u64>,
 }
 
-/// Per stored tensor, a digest of all that is made of it; 0 if nothing is. Tensors of which the same is made are
-/// copies of each other, which the run has compared.
+/// Per stored tensor, a digest of everything that is made from it; 0 if nothing is. Tensors from which the
+/// same is made are copies of each other, which the run has compared.
 pub(crate) struct Standing(Vec<u64>);
 
 impl Standing {
-    /// None where a plan does not say what tensors stand for: an inventory has no rules, and a repair writes each
-    /// file anew for itself.
+    /// None if a plan does not state what tensors stand for: an inventory has no rules, and a repair writes
+    /// each file anew separately.
     pub(crate) fn of(plan: &Plan) -> Option<Standing> {
         let repairs = plan.files.iter().any(|file| matches!(file.form, Form::Overlay(_)));
         if plan.rules.is_empty() || repairs {
@@ -38,23 +38,23 @@ impl Standing {
         Some(Standing(digests))
     }
 
-    /// What is made of the tensor, as a number.
+    /// A number for everything that is made from the tensor.
     pub(crate) fn digest(&self, stored: u32) -> u64 {
         self.0[stored as usize]
     }
 
-    /// True if something is made of the tensor.
+    /// True if something is made from the tensor.
     pub(crate) fn is_used(&self, stored: u32) -> bool {
         self.0[stored as usize] != 0
     }
 
-    /// True if two runs stand for one thing.
+    /// True if two runs stand for the same content.
     pub(crate) fn same(&self, a: &Use, b: &Use) -> bool {
         self.0[a.stored as usize] == self.0[b.stored as usize] && a.at == b.at
     }
 }
 
-/// Calls `each` with every blob that holds elements of a tensor, and what stands there.
+/// Calls `each` with every blob that holds elements of a tensor, and its content.
 pub(crate) fn each_use(stored: u32, tensor: &StoredTensor, mut each: impl FnMut(u32, Use)) {
     let found = |offset: u64, at: &[u64]| Use { stored, offset, at: at.to_vec() };
     match &tensor.pieces {

@@ -36,9 +36,9 @@ pub use zero_slab::ZeroSlab;
 pub const BINS: usize = 64;
 /// Numbers that are summed before their sum is joined to the others.
 pub const BLOCK: usize = 4096;
-/// Most ranges that are kept of one dimension's zero slabs: the longest.
+/// Maximum number of ranges that are kept of one dimension's zero slabs: the longest.
 pub const MAX_RANGES: usize = 64;
-/// Longest dimension whose slabs are told apart: one bit for each index is held.
+/// Longest dimension whose slabs are distinguished, with one bit for each index.
 pub const MAX_INDICES: u64 = 16 << 20;
 
 /// Magnitudes of one sign.
@@ -59,13 +59,13 @@ fn bin(negative: bool, exponent: i32) -> usize {
     (if negative { MAGNITUDES - 1 - magnitude } else { MAGNITUDES + magnitude }) as usize
 }
 
-/// What the numbers of one tensor are like.
+/// Statistics of the numbers of one tensor.
 ///
 /// `zeros + nan + inf` and the histogram add up to `count`. Integers are summed as f64, so that the mean
 /// of 64-bit ones is rounded; their extremes are exact.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorStats {
-    /// Numbers looked at: the elements, or twice that for complex ones, whose parts count as two.
+    /// Number of values: the elements, or twice that for complex ones, whose parts count as two.
     pub count: u64,
     /// Zeros, of either sign.
     pub zeros: u64,
@@ -73,7 +73,7 @@ pub struct TensorStats {
     pub nan: u64,
     /// Infinities, of either sign.
     pub inf: u64,
-    /// Smallest finite number; none where there is no finite one.
+    /// Smallest finite number; none if there is no finite one.
     pub min: Option<Number>,
     /// Largest finite number.
     pub max: Option<Number>,
@@ -95,7 +95,7 @@ pub struct TensorStats {
 }
 
 impl TensorStats {
-    /// Says what in statistics that somebody else wrote cannot be those of such a tensor.
+    /// Checks whether statistics from another source are possible for such a tensor.
     ///
     /// # Errors
     /// A description of the first contradiction.

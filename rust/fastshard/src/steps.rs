@@ -1,8 +1,9 @@
 //! Named places of a run at which a test holds it, instead of racing it.
 //!
-//! A process whose environment names a Unix socket in `FASTSHARD_STEPS` connects to it at each place, writes `PID NAME\n`,
-//! and goes on once the other end closes the connection. A test that holds the connection holds the run; nobody polls.
-//! The feature `steps` compiles this in; released builds come without it, and then [`reach`] does nothing.
+//! A process whose environment names a Unix socket in `FASTSHARD_STEPS` connects to it at each place, writes
+//! its `PID NAME` line, and continues once the other end closes the connection. A test that holds the
+//! connection holds the run; nobody polls. The feature `steps` compiles this in; released builds come without
+//! it, and then [`reach`] does nothing.
 
 use std::fmt;
 
@@ -11,35 +12,35 @@ use std::fmt;
 pub enum Step {
     /// The header of this file is about to be read: its number among those of its checkpoint.
     File(usize),
-    /// What a checkpoint holds is about to be put together.
+    /// The contents of a checkpoint are about to be combined.
     Draft,
-    /// What was drafted is about to get its places in files.
+    /// The drafted outputs are about to get their places in files.
     Place,
     /// The sources are open, and no tile is made.
     Opened,
-    /// A tile is about to be made: how many this process has begun before.
+    /// A tile is about to be made: the number of tiles that this process began before.
     Tile(u64),
     /// All tiles of this process are made.
     TilesMade,
-    /// What was read is about to be read once more, to be compared: the number of such readings before.
+    /// Data is about to be read once more for a comparison: the number of such readings before.
     Compare(u64),
-    /// This piece of whole files is about to be hashed: its number among those of this process.
+    /// This piece of complete files is about to be hashed: its number among those of this process.
     Hash(u64),
     /// This rank has made its part, and still watches the others.
     PartMade,
     /// The ranks of a run have met.
     Met,
-    /// This rank has told the others what it lends, and waits for what they tell.
+    /// This rank has announced what it lends, and waits for the announcements of the others.
     Listed,
-    /// This rank has asked that one for bytes, and waits for them.
+    /// This rank has requested bytes from that one, and waits for them.
     Waits(u32),
-    /// The run was told to stop, and threads at work will see that.
+    /// The run must stop, and threads at work will notice it.
     Cancelled,
     /// The result is complete and sealed, and not published.
     Sealed,
-    /// The result is published, and what is left of the run not cleaned up.
+    /// The result is published, and the remains of the run are not cleaned up.
     Published,
-    /// A rank has said how its run ended, and waits for the others to read that.
+    /// A rank has stated how its run ended, and waits for the others to read it.
     Farewell,
 }
 
@@ -115,7 +116,7 @@ mod failing {
         }
     }
 
-    /// What the environment asks for; nothing here allocates.
+    /// The request in the environment; nothing here allocates.
     #[allow(unsafe_code)]
     fn requested() -> Option<(i64, usize)> {
         // SAFETY: the name ends with a zero byte.

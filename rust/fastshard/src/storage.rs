@@ -19,15 +19,15 @@ use crate::distributed::elsewhere::{self, Elsewhere};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::memory::{self, HeaderRoom};
 
-/// Identity of a file's content as far as the filesystem tells without reading it.
+/// Identity of a file's content, as far as the filesystem states it without reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
     /// Size in bytes.
     pub size: u64,
     /// Modification time in nanoseconds since the epoch.
     pub mtime_ns: i128,
-    /// Time of the last change of content or status, likewise. It holds while a run lasts and no longer:
-    /// a copy, a link or other permissions make it another.
+    /// Time of the last change of content or status, likewise. It is only valid during a run: a copy, a link
+    /// or other permissions change it.
     pub ctime_ns: i128,
     /// Inode number.
     pub inode: u64,
@@ -47,13 +47,13 @@ impl Stamp {
         }
     }
 
-    /// True unless the content is another for certain.
+    /// True unless the content is certainly different.
     fn same_content(&self, other: &Stamp) -> bool {
         *self == Stamp { ctime_ns: self.ctime_ns, ..*other }
     }
 }
 
-/// The bytes of a decoded block, in whatever memory its reader has them. Nobody writes to it any more.
+/// The bytes of a decoded block, in the memory of its reader, which nobody writes to any more.
 pub trait BlockBytes: Any + Debug + Send + Sync {
     /// The elements in C order, little-endian.
     fn bytes(&self) -> &[u8];
@@ -65,27 +65,26 @@ impl BlockBytes for Vec<u8> {
     }
 }
 
-/// Decodes blocks of arrays (zarr chunks) that no map or ranged read can give.
+/// Decodes blocks of arrays (zarr chunks), which no map or ranged read can provide.
 pub trait BlockReader: Debug + Send + Sync {
-    /// Block `key`, of `len` bytes. `spare` is what an earlier call gave, of the same length and used by
-    /// nobody any more: to be filled anew, since fresh pages cost more than decoding into them. Called from
-    /// several threads.
+    /// Block `key`, of `len` bytes. `spare` is an unused buffer of the same length from an earlier call, to
+    /// be filled anew, since fresh pages cost more than decoding. Several threads call the function.
     ///
     /// # Errors
-    /// Whatever keeps the block from being read whole.
+    /// The reason why the block cannot be read completely.
     fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>>;
 
-    /// The root of the sources that holds block `key`, where some lie on other hosts.
+    /// The root of the sources that holds block `key`, if some blocks are on other hosts.
     fn root(&self, _key: &str) -> Option<u32> {
         None
     }
 
-    /// True if some blocks lie on other hosts.
+    /// True if some blocks are on other hosts.
     fn lie_apart(&self) -> bool {
         false
     }
 
-    /// Errors if a file that the blocks lie in is no longer what it was; with `status`, if its status alone was changed too.
+    /// Errors if a file with the blocks has changed; with `status`, even if only its status has changed.
     ///
     /// # Errors
     /// `FS506`.
@@ -93,7 +92,7 @@ pub trait BlockReader: Debug + Send + Sync {
         Ok(())
     }
 
-    /// Says that blocks will be read, in this order: those on other hosts are sent for.
+    /// Announces that blocks will be read, in this order, so that those on other hosts are requested.
     ///
     /// # Errors
     /// What keeps that from being said.
@@ -115,10 +114,10 @@ pub struct SourceFile {
     /// True for a file that this process writes and nobody else can see.
     own: bool,
     map: OnceLock<Mmap>,
-    /// True once a page of the map was not there.
+    /// True once a page of the map was missing.
     faulted: AtomicBool,
     blocks: Option<Arc<dyn BlockReader>>,
-    /// What headers may take, while they are read.
+    /// The memory for headers while they are read.
     room: Option<Arc<HeaderRoom>>,
 }
 
@@ -151,10 +150,11 @@ pub(crate) fn is_network_filesystem(magic: u32) -> bool {
 }
 
 impl SourceFile {
-    /// Opens `path` for reading, without waiting for anybody.
+    /// Opens `path` for reading, without blocking.
     ///
     /// # Errors
-    /// `FS513` for what is no regular file (a FIFO, socket, device or directory); what keeps it from being opened.
+    /// `FS513` for anything except a regular file (a FIFO, socket, device or directory); other errors of
+    /// opening.
     pub fn open(path: &Path) -> Result<Self> {
         let cannot_open = |e: std::io::Error| Error::io(path, "cannot open", &e);
         // Looked at first: opening a device may do something. And once more when it is open.
@@ -187,7 +187,7 @@ impl SourceFile {
         })
     }
 
-    /// A file on another host, of which `stamp` is known.
+    /// A file on another host, with its known `stamp`.
     pub(crate) fn at(path: &Path, stamp: Stamp, bytes: Arc<dyn Elsewhere>) -> Self {
         SourceFile {
             path: path.to_path_buf(),
@@ -208,8 +208,8 @@ impl SourceFile {
         matches!(self.bytes, Bytes::Elsewhere(_))
     }
 
-    /// Says that ranges (first byte, one past the last) will be read, in this order: what lies on another host is sent
-    /// for.
+    /// Announces that ranges (first byte, one past the last) will be read, in this order, so that those on
+    /// another host are requested.
     ///
     /// # Errors
     /// What keeps that from being said.
@@ -220,7 +220,7 @@ impl SourceFile {
         }
     }
 
-    /// The same file, of which [`Self::read_vec`] reads no more than there is room for; without, as much as is asked for.
+    /// The same file, with a limit: [`Self::read_vec`] then reads no more than there is room for.
     #[must_use]
     pub fn within(mut self, room: Option<Arc<HeaderRoom>>) -> Self {
         self.room = room;
@@ -236,17 +236,17 @@ impl SourceFile {
         room.ask(&self.path, bytes)
     }
 
-    /// The same file, as the one that stands for a store whose blocks `reader` decodes.
+    /// The same file, as the representative of a store whose blocks `reader` decodes.
     #[must_use]
     pub fn with_blocks(mut self, reader: Arc<dyn BlockReader>) -> Self {
         self.blocks = Some(reader);
         self
     }
 
-    /// An encoded block of `len` bytes of the store that this file stands for; see [`BlockReader::read`].
+    /// An encoded block of `len` bytes of the store that this file represents; see [`BlockReader::read`].
     ///
     /// # Errors
-    /// `FS506` if the store gave another number of bytes; what the reader says.
+    /// `FS506` if the store returned another number of bytes; errors of the reader.
     pub fn read_block(
         &self,
         key: &str,
@@ -266,7 +266,7 @@ impl SourceFile {
         }
     }
 
-    /// The reader of its blocks, for a file that stands for a store of which some blocks lie on other hosts.
+    /// The reader of its blocks, for a file that represents a store with some blocks on other hosts.
     pub fn blocks_apart(&self) -> Option<&dyn BlockReader> {
         self.blocks.as_deref().filter(|reader| reader.lie_apart())
     }
@@ -291,8 +291,8 @@ impl SourceFile {
         self.network
     }
 
-    /// A descriptor of its own to the open file, for a map that may outlive this; `None` on a network
-    /// filesystem, where reading is better, and where the process may have no more descriptors.
+    /// A separate descriptor of the open file, for a map that may outlive this object; `None` on a network
+    /// filesystem, where reading is better, and if the process may have no more descriptors.
     ///
     /// # Errors
     /// `FS506` if the file changed since it was opened.
@@ -338,9 +338,9 @@ impl SourceFile {
         Ok(buffer)
     }
 
-    /// Calls `each` with the holes of a sparse file (first byte, one past the last), in their order, as long as it says
-    /// so; with none where the filesystem does not tell. On a network filesystem a file is asked for its holes only if
-    /// it takes less space than it is long.
+    /// Calls `each` with the holes of a sparse file (first byte, one past the last), in their order, until it
+    /// returns false; with none if the filesystem does not state them. On a network filesystem, it only looks
+    /// for holes if a file takes less space than its length.
     pub fn each_hole(&self, mut each: impl FnMut(u64, u64) -> bool) {
         let Some(file) = self.file() else { return };
         let is_dense = || file.metadata().is_ok_and(|meta| meta.blocks().saturating_mul(512) >= meta.len());
@@ -360,7 +360,7 @@ impl SourceFile {
         }
     }
 
-    /// The whole file as a read-only map, made on first use; none where the filesystem makes none.
+    /// The complete file as a read-only map, made on first use; none if the filesystem supports no map.
     fn map(&self) -> Option<&Mmap> {
         if self.map.get().is_none() {
             let file = self.file()?;
@@ -374,13 +374,13 @@ impl SourceFile {
         self.map.get()
     }
 
-    /// Runs `work` on bytes `lo..hi` of the file as they lie in a map, whose pages are let go of afterwards, but for those of
-    /// a temporary file: what reads on in there would fault them in anew.
-    /// False if that cannot be, or if a page was not there any more, as in a file that was cut short:
-    /// then what `work` saw is worth nothing, and [`SourceFile::read_at`] gives the bytes or the reason.
+    /// Runs `work` on bytes `lo..hi` of the file in a map. It releases the pages afterwards, except those of
+    /// a temporary file, which further reading would fault in anew. Returns false if there is no map, or if a
+    /// page is missing, as in a truncated file: then the data that `work` saw is invalid, and
+    /// [`SourceFile::read_at`] returns the bytes or the reason.
     ///
     /// # Errors
-    /// `FS506` if the file is not what it was when opened.
+    /// `FS506` if the file has changed since it was opened.
     pub fn mapped(&self, lo: u64, hi: u64, work: impl FnOnce(&[u8])) -> Result<bool> {
         if self.network || self.faulted.load(Ordering::Relaxed) {
             return Ok(false);
@@ -396,7 +396,7 @@ impl SourceFile {
         Ok(whole)
     }
 
-    /// Lets go of the resident pages of a range of the map; the page cache keeps them.
+    /// Releases the resident pages of a range of the map; the page cache keeps them.
     fn forget(&self, offset: u64, len: u64) {
         let Some(map) = self.map.get() else { return };
         let page = 4096;
@@ -423,17 +423,17 @@ impl SourceFile {
         }
     }
 
-    /// Its stamp as it is now.
+    /// Its current stamp.
     ///
     /// # Errors
-    /// What keeps it from being looked at.
+    /// The reason why it cannot be examined.
     pub fn now(&self) -> Result<Stamp> {
         let Some(file) = self.file() else { return Ok(self.stamp) };
         let meta = file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
         Ok(Stamp::of(&meta))
     }
 
-    /// Errors if the file's size, modification time, inode or device is no longer what it was when opened.
+    /// Errors if the file's size, modification time, inode or device has changed since it was opened.
     ///
     /// # Errors
     /// `FS506`.
@@ -453,7 +453,7 @@ impl SourceFile {
         Err(self.changed(was, is))
     }
 
-    /// The same of the files that the blocks lie in, for a file that stands for a store.
+    /// The same for the files with the blocks, for a file that represents a store.
     ///
     /// # Errors
     /// `FS506`.
@@ -465,7 +465,7 @@ impl SourceFile {
     /// or content that was written before its modification time was set back.
     ///
     /// # Errors
-    /// What keeps it from being looked at.
+    /// The reason why it cannot be examined.
     pub fn touched(&self) -> Result<Option<Finding>> {
         let now = self.now()?;
         if self.own || now.ctime_ns == self.stamp.ctime_ns || !now.same_content(&self.stamp) {
@@ -479,7 +479,8 @@ impl SourceFile {
         Ok(Some(finding))
     }
 
-    /// Errors where [`Self::touched`] warns: for files that nobody can read again to tell whether their content is the same.
+    /// Errors if [`Self::touched`] warns: for files that nobody can read again to check that their content is
+    /// the same.
     ///
     /// # Errors
     /// `FS506`.
@@ -500,7 +501,7 @@ impl SourceFile {
     }
 }
 
-/// Refuses what is no regular file.
+/// Refuses anything except a regular file.
 fn regular(path: &Path, meta: &std::fs::Metadata) -> Result<()> {
     let kind = meta.file_type();
     let what = match kind {
@@ -517,7 +518,7 @@ fn regular(path: &Path, meta: &std::fs::Metadata) -> Result<()> {
         .into())
 }
 
-/// Opens a file for reading, though it may have become a FIFO meanwhile that nobody writes to.
+/// Opens a file for reading without blocking, even if it has become a FIFO without a writer meanwhile.
 fn open_at_once(path: &Path) -> std::io::Result<File> {
     use rustix::fs::{fcntl_getfl, fcntl_setfl, openat, Mode, OFlags, CWD};
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
@@ -531,8 +532,8 @@ fn open_at_once(path: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// Errors if the status of a file alone changed, where some lie on other hosts: these would give what they have lent once
-/// more, which proves nothing.
+/// Errors if only the status of a file changed, if some files are on other hosts: these would lend the same
+/// bytes once more, which proves nothing.
 pub(crate) fn only_read(files: &[Arc<SourceFile>]) -> Result<()> {
     match files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some()) {
         true => files.iter().try_for_each(|file| file.untouched()),

@@ -97,12 +97,13 @@ impl Dtype {
         matches!(self, F8E4m3 | F8E5m2 | F8E4m3fnuz | F8E5m2fnuz | F8E8m0)
     }
 
-    /// True for whole numbers; false for `BOOL`.
+    /// True for integers; false for `BOOL`.
     pub fn is_integer(self) -> bool {
         matches!(self, I8 | U8 | I16 | U16 | I32 | U32 | I64 | U64)
     }
 
-    /// A number as an element, little-endian; `None` where the type does not have it, or is none for counters.
+    /// A number as an element, little-endian; `None` if the type cannot represent it, or is not a type for
+    /// counters.
     pub fn element(self, number: u32) -> Option<Vec<u8>> {
         let single = number as f32;
         Some(match self {
@@ -132,8 +133,8 @@ pub fn element_count(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))
 }
 
-/// C-order strides of a shape, in elements. They saturate where they mean nothing: a tensor without
-/// elements may have other extents of any size.
+/// C-order strides of a shape, in elements. They saturate if they have no meaning: a tensor without elements
+/// may have other extents of any size.
 pub fn c_strides(shape: &[u64]) -> Few<u64> {
     let mut strides = Few::repeat(1u64, shape.len());
     for i in (1..shape.len()).rev() {

@@ -2,7 +2,7 @@
 
 /// Files and their headers.
 pub const CATALOG: &str = "fastshard.catalog";
-/// What is made of which bytes.
+/// The outputs and the bytes that they are made from.
 pub const PLAN: &str = "fastshard.plan";
 /// Threads, memory and ways of reading.
 pub const ENGINE: &str = "fastshard.engine";

@@ -13,21 +13,20 @@ use crate::plan::{Plan, PlanFile};
 /// Bytes of a file's tensors that may be holes: a few zeros are no sign of a lost write.
 pub const MOST_HOLES: u64 = 1 << 30;
 
-/// What is made of holes in the place of tensors.
+/// The treatment of holes in the place of tensors.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Holes {
     /// They are an error.
     #[default]
     Refuse,
-    /// They are read as zeros, as the user says; a warning tells of them.
+    /// They are read as zeros on the user's request; a warning reports them.
     Accept,
     /// They are read, and compared with a manifest.
     Compare,
 }
 
-/// Finds files of which more than [`MOST_HOLES`] bytes that outputs are made of were never written, without reading
-/// them.
+/// Finds files in which more than [`MOST_HOLES`] bytes of outputs were never written, without reading them.
 pub(crate) fn find_unwritten(catalog: &Catalog, plan: &Plan, holes: Holes) -> Vec<Finding> {
     if holes == Holes::Compare {
         return Vec::new();

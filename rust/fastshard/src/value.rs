@@ -45,18 +45,19 @@ pub struct Values {
     root: Node,
 }
 
-/// Nodes visited at most when a value is turned into JSON: shared objects would multiply otherwise.
+/// Maximum number of nodes visited when a value is turned into JSON, as shared objects would multiply
+/// otherwise.
 const JSON_NODES: usize = 200_000;
-/// Bytes of strings and keys at most when a value is turned into JSON, for the same reason.
+/// Maximum bytes of strings and keys when a value is turned into JSON, for the same reason.
 const JSON_TEXT: usize = 16 << 20;
-/// Nesting followed at most when a value is turned into JSON.
+/// Maximum nesting when a value is turned into JSON.
 const JSON_DEPTH: usize = 64;
-/// Keys that stand for what JSON has no word for.
+/// Keys for values that JSON cannot express.
 const OWN_KEYS: [&str; 5] = ["tensor__", "class__", "bytes__", "bigint_bytes__", "global__"];
-/// Elements of a tuple at most that has a text as a key.
+/// Maximum number of elements of a tuple that has a text as a key.
 const KEY_TUPLE: usize = 8;
 
-/// What is left of the bounds.
+/// The remainder of the bounds.
 struct Budget {
     nodes: usize,
     text: usize,
@@ -64,7 +65,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// `text` if it still fits; else nothing more is looked at.
+    /// `text` if it still fits; else no further value is visited.
     fn text(&mut self, text: &str) -> String {
         if text.len() > self.text {
             self.nodes = 0;
@@ -96,7 +97,7 @@ impl Values {
         &self.nodes[node as usize]
     }
 
-    /// The node's value, to be changed.
+    /// The node's value, for changing it.
     pub fn get_mut(&mut self, node: Node) -> &mut Value {
         &mut self.nodes[node as usize]
     }
@@ -145,7 +146,7 @@ impl Values {
         })
     }
 
-    /// How often each value is part of others.
+    /// The number of times that each value is part of others.
     pub fn references(&self) -> Vec<u32> {
         let mut counts = vec![0u32; self.nodes.len()];
         let mut count = |node: Node| counts[node as usize] = counts[node as usize].saturating_add(1);
@@ -196,7 +197,7 @@ impl Values {
         self.to_json_whole().0
     }
 
-    /// [`Values::to_json`], and whether all of it is there: false where a bound was met.
+    /// [`Values::to_json`], and whether it is complete: false if a bound was reached.
     pub fn to_json_whole(&self) -> (serde_json::Value, bool) {
         if self.nodes.is_empty() {
             return (serde_json::Value::Null, true);

@@ -35,8 +35,8 @@ impl Subset {
     }
 }
 
-/// Runs a plan without writing: checksums, replicas, duplicates, padding, NaN, and zero slabs where
-/// they are asked for.
+/// Runs a plan without writing: checksums, replicas, duplicates, padding, NaN, and all-zero blocks if they
+/// are requested.
 ///
 /// # Errors
 /// What keeps the run from finishing.
@@ -66,7 +66,7 @@ fn place_of(plan: &Plan, output: &Output) -> Option<Place> {
     Some((file.root, file.path.clone(), offset, output.nbytes()))
 }
 
-/// The outputs of a run that are bytes of a file as they are: what need not be hashed again.
+/// The outputs of a run that are unchanged bytes of a file, which need not be hashed again.
 pub fn hashed(plan: &Plan, report: &Report) -> Hashed {
     let pairs = plan.outputs.iter().zip(&report.outputs);
     pairs.filter_map(|(output, result)| Some((place_of(plan, output)?, result.hash))).collect()
@@ -112,8 +112,8 @@ fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
     }
 }
 
-/// Headers that are not what the manifest tells of: names, metadata, values. What they say of tensors and what
-/// the manifest says of their content make the file's identity, so no tensor has to be read.
+/// Headers that differ from the manifest: names, metadata, values. Their description of tensors and the
+/// manifest's hashes of the content make up the file's identity, so no tensor has to be read.
 fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
     // Joined names of two tensors can be equal: they are told apart by their order.
     let mut hashes: HashMap<&str, HashMap<String, VecDeque<[u8; 32]>>> = HashMap::new();
@@ -149,7 +149,7 @@ fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
     findings
 }
 
-/// Hashes what is there.
+/// Hashes the tensors and files that exist.
 ///
 /// # Errors
 /// What keeps the run from finishing.
@@ -191,9 +191,8 @@ pub fn inventory(
     Ok((manifest, report.findings))
 }
 
-/// Compares a catalog's content with a manifest made of the same files: every file and tensor that
-/// the manifest names, by hash. `subset` limits which tensors are read; what is in `known` is not
-/// read again.
+/// Compares a catalog's content with a manifest made of the same files: every file and tensor that the
+/// manifest names, by hash. `subset` limits the tensors to read; those in `known` are not read again.
 ///
 /// # Errors
 /// What keeps the run from finishing.
@@ -238,11 +237,11 @@ pub fn against(
     Ok(findings)
 }
 
-/// What to do about a file that is not what it was.
+/// The advice about a file that has changed.
 const RESTORE: &str =
     "restore the file from a good copy; it was changed or damaged since the manifest was made";
 
-/// Files that are missing, that have another size than the manifest says, or that it does not name.
+/// Files that are missing, that have another size than the manifest states, or that it does not name.
 fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
     let by_path: HashMap<&str, u64> = opened.iter().map(|f| (f.path.as_str(), f.source.size())).collect();
     let mut findings = Vec::new();
@@ -274,8 +273,8 @@ fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding>
     findings
 }
 
-/// The tensors whose content is to be compared, by their index in the plan, and those that differ or are missing already by
-/// their headers.
+/// The tensors whose content must be compared, by their index in the plan, and those that differ or are
+/// missing by their headers.
 fn differing_tensors<'m>(
     manifest: &'m Manifest,
     plan: &Plan,
@@ -315,8 +314,8 @@ fn differing_tensors<'m>(
     (checks, findings)
 }
 
-/// Files whose headers and tensors are as they were, and other bytes of which are not: the padding and the records of an
-/// archive. A manifest has a hash of all bytes of small files alone.
+/// Files whose headers and tensors are unchanged, and whose other bytes have changed: the padding and the
+/// records of an archive. A manifest has a hash of all bytes only for small files.
 fn between(
     manifest: &Manifest,
     opened: &[&CatalogFile],

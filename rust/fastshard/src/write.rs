@@ -35,8 +35,8 @@ use resume::resumable;
 /// Writes and publishes a plan's result.
 ///
 /// # Errors
-/// All findings that keep the result from being published. Nothing is published then, unless the error
-/// says so ([`crate::error::Error::is_after_publishing`]). After an interrupt, or when the system failed, the staging
+/// All findings that prevent the result. Nothing is published then, unless the error says so
+/// ([`crate::error::Error::is_after_publishing`]). After an interrupt, or when the system failed, the staging
 /// folder stays for `resume`; otherwise it is removed.
 pub fn write(run: &Run<'_>) -> Result<(Manifest, Vec<Finding>)> {
     let written = write_alone(run)?;
@@ -72,7 +72,7 @@ fn write_alone(run: &Run<'_>) -> Result<(Manifest, Vec<Finding>)> {
     complete(run, staging, None, findings)
 }
 
-/// Companions of a sealed result that are not what they are now: changed, added or gone since.
+/// Companions of a sealed result that were changed, added or removed since.
 fn stale_files(run: &Run<'_>, staging: &Staging) -> Result<Vec<String>> {
     let Run { plan, options, .. } = *run;
     if !staging.holds_sealed()? {

@@ -20,7 +20,7 @@ use crate::write::{Companion, INDEX_NAME};
 
 /// Bytes kept free for a file's header, which is only known at its end: the format allows spaces.
 const HEADER_ROOM: usize = 64 << 10;
-/// Bytes taken over at a time: they stay in a core's cache until they are hashed and written.
+/// Bytes handled at a time: they stay in a core's cache until they are hashed and written.
 const PIECE: usize = 256 << 10;
 
 /// A file that tensors are added to.
@@ -35,7 +35,7 @@ struct Shard {
     hashes: Vec<[u8; 32]>,
 }
 
-/// A file that is whole, under the name that it has until the number of files is known.
+/// A complete file, under its name until the number of files is known.
 #[derive(Debug)]
 struct Whole {
     path: PathBuf,
@@ -44,10 +44,10 @@ struct Whole {
     tensors: Vec<ManifestTensor>,
 }
 
-/// What is odd about the values of a tensor.
+/// An oddity in the values of a tensor.
 #[derive(Debug)]
 enum Odd {
-    /// So many elements are NaN or infinite.
+    /// This number of elements is NaN or infinite.
     NonFinite(u64),
     /// All are zero.
     Zero,
@@ -63,24 +63,24 @@ pub struct ResultWriter {
     open: Option<Shard>,
     max_shard: u64,
     names: std::collections::HashSet<String>,
-    /// Floating tensors that are not as they should be: name, dimensions, and what is odd about their values.
+    /// Floating tensors with odd values: name, dimensions, and the oddity.
     odd: Vec<(String, Vec<u64>, Odd)>,
     /// Names without their numbers of floating tensors that hold other values than zero.
     filled: std::collections::HashSet<String>,
 }
 
-/// What goes into a result besides its tensors, and how its values are judged.
+/// The content of a result besides its tensors, and the rules for judging its values.
 #[derive(Debug, Default)]
 pub struct Ending {
     /// Contents of small files, by name.
     pub texts: BTreeMap<String, String>,
     /// Files that are copied.
     pub copies: Vec<Companion>,
-    /// What the manifest records.
+    /// The values that the manifest records.
     pub values: serde_json::Value,
-    /// What tells buffers from parameters.
+    /// The words that distinguish buffers from parameters.
     pub words: Words,
-    /// True to take NaN and infinite values as they are.
+    /// True to accept NaN and infinite values.
     pub non_finite_accepted: bool,
 }
 
@@ -88,7 +88,7 @@ impl ResultWriter {
     /// Begins a result at `out`. `max_shard` is the most bytes of tensor data per file.
     ///
     /// # Errors
-    /// What preflight and staging refuse.
+    /// Errors of preflight and staging.
     pub fn begin(out: &Path, bytes: u64, max_shard: u64, options: &publish::Options) -> Result<ResultWriter> {
         // A script's result has no plan; its run is itself.
         let mut run = blake3::Hasher::new();
@@ -114,8 +114,8 @@ impl ResultWriter {
         self.staging.as_ref().ok_or_else(|| Finding::new(codes::USAGE, "the writer is closed").into())
     }
 
-    /// Adds a tensor: its bytes are little-endian, in C order. Each of them is read once, so that the
-    /// hash is that of what is written, whoever changes them meanwhile.
+    /// Adds a tensor: its bytes are little-endian, in C order. Each of them is read once, so that the hash is
+    /// that of the written bytes even if the caller changes them meanwhile.
     ///
     /// # Errors
     /// A name twice, or too long for a header; a size that does not fit the shape; I/O.
@@ -239,7 +239,7 @@ impl ResultWriter {
         Ok(())
     }
 
-    /// What is found in the values, as a conversion finds it.
+    /// The findings about the values, as in a conversion.
     fn judge(&self, ending: &Ending) -> Vec<Finding> {
         let words = &ending.words;
         let findings = self.odd.iter().filter_map(|(name, shape, odd)| match odd {
@@ -255,7 +255,7 @@ impl ResultWriter {
     /// Judges the values, writes texts, index and manifest, and publishes.
     ///
     /// # Errors
-    /// Values that are no numbers; I/O; a destination that appeared meanwhile. Nothing is published then.
+    /// Values that are not numbers; I/O; a destination that appeared meanwhile. Nothing is published then.
     pub fn finish(&mut self, ending: Ending) -> Result<(Manifest, Vec<Finding>)> {
         let mut findings = self.judge(&ending);
         if findings.iter().any(|finding| finding.severity == Severity::Error) {
