@@ -218,7 +218,7 @@ def _choose_spelling(
 
 
 def _concluded(findings: list[Finding], called: str, count: int, spelling: str) -> tuple[list[Finding], str]:
-    """Add what a list proves to its findings, if they contain no errors."""
+    """Add a finding with the proof of a list to its findings, if they contain no errors."""
     if any(f.severity == "error" for f in findings):
         return findings, ""
     rest = [f for f in findings if f.code != codes.NOT_PROVABLE]

@@ -119,7 +119,7 @@ def _about(group: Sequence[Finding]) -> str:
 def _name(path: str) -> str:
     """Shorten a path.
 
-    Files of all ranks may have the same name; then the folder remains to tell them apart.
+    Files of all ranks may have the same name; then the folder remains to distinguish them.
     """
     folder, name = PurePosixPath(path).parent.name, PurePosixPath(path).name
     is_of_folder = not path.startswith("/") and _NUMBERED.search(folder) and not _NUMBERED.search(name)

@@ -69,7 +69,7 @@ def _judge(
     lost: Iterable[str],
     further: Mapping[str, int] | None = None,
 ) -> Evidence:
-    """Judge a model as :func:`judge` does; ``further`` counts experts that are left out of its tensors."""
+    """Judge a model like :func:`judge`; ``further`` counts the experts that its tensors leave out."""
     found = stacks(tensors, lost, further)
     numbers = None if config is None else by_config.ConfigNumbers(config)
     findings = [finding for stack in found for finding in check_stack(stack)]

@@ -22,7 +22,7 @@ _VOCAB_MULTIPLE = 64
 
 @dataclass
 class TpTarget(Target):
-    """Hugging Face tensors, divided along the layout's axes."""
+    """The target of Hugging Face tensors that are divided along the layout's axes."""
 
     whole: HfTarget
     tp: int

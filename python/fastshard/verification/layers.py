@@ -61,7 +61,7 @@ class ComparedUnit:
 class LayerComparison:
     """The units of two models on the same inputs: each unit of B is given what A's unit was given.
 
-    So a damaged unit differs and those after it do not.
+    So a damaged unit differs, and the units after it do not.
     """
 
     a: str

@@ -160,7 +160,7 @@ def read(model: Model, apart: list[Parameter] | None = None) -> StoredOptimizer 
 
     Args:
         model: the model-parallel rank.
-        apart: its parameters, if the file has none.
+        apart: the parameters of the rank, if the file has none.
     """
     optimizer = _read_optimizer(model)
     if optimizer is not None:

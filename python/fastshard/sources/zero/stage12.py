@@ -58,7 +58,7 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
 def _vectors(
     partitions: Partitions, g: int, group: dict[str, list[int]]
 ) -> list[tuple[list[Rank], dict[str, str]]]:
-    """Return the ranks that divide a flat vector of the group, and the names that differ in it.
+    """Return the ranks that divide a flat vector of the group, and the names of its experts in the model.
 
     There is one entry for each expert-parallel rank if the group is of experts.
     """
