@@ -259,7 +259,7 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
 def _files(
     checkpoint: Checkpoint, optimizer: Optimizer, drop_optimizer: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
-    """Return the files of the result: those of the catalog, tracker texts, and copies; and findings.
+    """Return the files of the result (those of the catalog, tracker texts, copies), and the findings.
 
     The findings report files that are left out.
     """

@@ -375,7 +375,7 @@ def _leave(unit: Unit) -> Callable[..., None]:
 
 
 def _pass_input(unit: Unit, watch: Watch) -> Callable[..., Any]:
-    """Make the hook that passes on the hidden states that a unit is given, and replaces them."""
+    """Make the hook that passes on a unit's input of hidden states, and replaces it."""
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _find_input(args, kwargs)

@@ -88,7 +88,7 @@ def _names(arrays: Arrays) -> Names:
 
 
 def _group(match: re.Match[str]) -> str:
-    """Return the group's name; its number is that of the layers."""
+    """Return the name of the group, with the number of layers in it."""
     prefix = re.sub(r"^p#\d+#", "p#{#L}#", match[2])
     return f"{match[1]}.{prefix}_{match[3]}"
 

@@ -26,7 +26,7 @@ _FAREWELL = 20.0
 def take_part(
     arguments: Mapping[str, Any], rank: int, world: int, threads: int, board: Any
 ) -> dict[str, Any]:
-    """Run as a rank of a run, on a node.
+    """Take part in a run as one of its ranks, on a node.
 
     Returns:
         ``findings`` with the reason for a failure, or those of the result; ``manifest`` of the result;
