@@ -61,13 +61,13 @@ pub trait Sink: Sync {
     /// Writes bytes of an output at an offset in the output's bytes.
     ///
     /// # Errors
-    /// Whatever keeps the bytes from being stored.
+    /// The reason why the bytes cannot be stored.
     fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()>;
 
     /// Records that a tile is done.
     ///
     /// # Errors
-    /// Whatever keeps the record from being stored.
+    /// The reason why the record cannot be stored.
     fn done(&self, _output: usize, _tile: &TileDone) -> Result<()> {
         Ok(())
     }
@@ -76,7 +76,7 @@ pub trait Sink: Sync {
     /// claim: the engine hashes the bytes from [`Sink::read_back`], and makes the tile anew if they differ.
     ///
     /// # Errors
-    /// Whatever keeps the records from being read.
+    /// The reason why the records cannot be read.
     fn claimed(&self, _output: usize, _index: u64, _size: u64) -> Result<Option<TileDone>> {
         Ok(None)
     }
@@ -85,7 +85,7 @@ pub trait Sink: Sync {
     /// its evidence, so it uses the record as it is.
     ///
     /// # Errors
-    /// Whatever keeps the records from being read.
+    /// The reason why the records cannot be read.
     fn adopted(&self, _output: usize, _index: u64, _size: u64) -> Result<Option<TileDone>> {
         Ok(None)
     }
@@ -94,7 +94,7 @@ pub trait Sink: Sync {
     /// calls it only for claimed tiles.
     ///
     /// # Errors
-    /// Whatever keeps the bytes from being read.
+    /// The reason why the bytes cannot be read.
     fn read_back(&self, output: usize, _offset: u64, _bytes: &mut [u8]) -> Result<()> {
         Err(Finding::new(codes::INTERNAL, format!("output {output} was claimed and cannot be read back"))
             .into())
@@ -233,7 +233,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// caller publishes nothing if one of them is an error.
 ///
 /// # Errors
-/// What keeps the run from finishing: I/O, a changed source, a budget too small, an interrupt.
+/// The reason why the run cannot finish: I/O, a changed source, a budget too small, an interrupt.
 pub fn execute(
     plan: &Plan,
     files: &[Arc<SourceFile>],

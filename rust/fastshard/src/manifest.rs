@@ -212,7 +212,7 @@ impl Manifest {
     /// is not the manifest of a result, in words.
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the system.
     pub fn published_files(
         file: std::fs::File,
     ) -> std::io::Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
@@ -223,7 +223,7 @@ impl Manifest {
     /// Digest of the plan whose result the manifest `file` describes; empty if it describes no plan's result.
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the system.
     pub fn published_plan(file: std::fs::File) -> std::io::Result<String> {
         Ok(Outline::read(file)?.map(|outline| outline.plan).unwrap_or_default())
     }

@@ -95,7 +95,7 @@ pub trait BlockReader: Debug + Send + Sync {
     /// Announces that blocks will be read, in this order, so that those on other hosts are requested.
     ///
     /// # Errors
-    /// What keeps that from being said.
+    /// The reason why the announcement fails.
     fn will_read(&self, _keys: &[&str]) -> Result<()> {
         Ok(())
     }
@@ -212,7 +212,7 @@ impl SourceFile {
     /// another host are requested.
     ///
     /// # Errors
-    /// What keeps that from being said.
+    /// The reason why the announcement fails.
     pub fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
         match &self.bytes {
             Bytes::File(_) => Ok(()),

@@ -39,7 +39,7 @@ impl Subset {
 /// are requested.
 ///
 /// # Errors
-/// What keeps the run from finishing.
+/// The reason why the run cannot finish.
 pub fn content(
     mut plan: Arc<Plan>,
     files: &[Arc<SourceFile>],
@@ -152,7 +152,7 @@ fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
 /// Hashes the tensors and files that exist.
 ///
 /// # Errors
-/// What keeps the run from finishing.
+/// The reason why the run cannot finish.
 pub fn inventory(
     catalog: &Catalog,
     options: &Options,
@@ -195,7 +195,7 @@ pub fn inventory(
 /// manifest names, by hash. `subset` limits the tensors to read; those in `known` are not read again.
 ///
 /// # Errors
-/// What keeps the run from finishing.
+/// The reason why the run cannot finish.
 pub fn against(
     catalog: &Catalog,
     manifest: &Manifest,

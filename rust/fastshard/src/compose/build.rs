@@ -73,7 +73,7 @@ fn value_ops(
     ops
 }
 
-/// Builds outputs one after another and keeps account of what they take.
+/// Builds outputs one after another, and records the parts that they take.
 pub(super) struct Builder<'a> {
     pub(super) index: Index<'a>,
     pub(super) target: &'a Target<'a>,
@@ -91,13 +91,13 @@ struct Making<'b> {
     entry: &'b Entry,
     shape: &'b [u64],
     parts: Vec<Part>,
-    /// dtype, and the stored tensor that it was seen on first
+    /// dtype, and the first stored tensor that has it
     dtype: Option<(Dtype, String)>,
     findings: Vec<Finding>,
 }
 
 impl<'a> Builder<'a> {
-    /// The output that `want` calls for, made of the source's boxes.
+    /// The output that `want` requires, made from the source's boxes.
     pub(super) fn output(
         &mut self,
         want: &Wanted,
@@ -297,7 +297,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// A sum without the term of one rank is another tensor: all ranks must hold theirs.
+    /// Checks that all ranks hold their terms: a sum without the term of one rank is another tensor.
     fn every_term(&self, ids: &[BoxId], dimension: &str, name: &str) -> Result<()> {
         let source = self.index.source;
         let rank = |h: &BoxId| {

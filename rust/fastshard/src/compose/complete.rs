@@ -17,21 +17,21 @@ type Coords = BTreeMap<String, u64>;
 /// Position on each axis bound by the name.
 type Position = BTreeMap<String, u64>;
 
-/// A tensor that the layout calls for and no file has.
+/// A tensor that the layout requires and no file has.
 struct Missing {
     /// Its rule.
     entry: usize,
     name: String,
     position: Position,
-    /// Ranks that should hold it; empty where it is not divided.
+    /// Ranks that should hold it; empty if it is not divided.
     coords: Coords,
 }
 
-/// Layers of which nothing is there, by axis and position, and how many tensors each should have.
+/// Layers without any tensor, by axis and position, with the number of tensors that each should have.
 type LostLayers<'a> = BTreeMap<(&'a str, u64), u64>;
 
-/// What the source's own layout calls for and no file has: tensors absent in some layers or ranks, by their names with their
-/// rules.
+/// The tensors that the source's own layout requires and no file has: those that some layers or ranks lack,
+/// by their names with their rules.
 pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeMap<String, usize>) {
     let missing = missing(source);
     // Whole tensors are of no rank and of no node.
@@ -54,7 +54,7 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeMap<String, u
     (findings, missing.into_iter().map(|one| (one.name, one.entry)).collect())
 }
 
-/// Ranks that hold a tensor, by its rule and position, wherever it is placed.
+/// Ranks that hold a tensor, by its rule and position, whatever its place.
 type Present<'a> = HashMap<(usize, Vec<u64>), Vec<&'a Coords>>;
 
 fn present<'a>(source: &Source<'a>) -> Present<'a> {
@@ -69,7 +69,8 @@ fn present<'a>(source: &Source<'a>) -> Present<'a> {
     present
 }
 
-/// How a rule's tensors are spelled: as another rank spells the same one, else as any other of the rule.
+/// The spelling of a rule's tensors: that of the same tensor on another rank, else that of any other tensor
+/// of the rule.
 struct Spellings<'a> {
     of_one: HashMap<(u32, &'a Position), &'a [usize]>,
     of_rule: HashMap<u32, &'a [usize]>,
@@ -92,7 +93,7 @@ impl<'a> Spellings<'a> {
     }
 }
 
-/// All that the layout calls for and no file has.
+/// All tensors that the layout requires and no file has.
 fn missing(source: &Source) -> Vec<Missing> {
     let (table, resolved) = (source.table, source.resolved);
     let present = present(source);
@@ -142,12 +143,12 @@ fn missing(source: &Source) -> Vec<Missing> {
     missing
 }
 
-/// Names of tensors of which a finding already says what is wrong: they are not missing besides.
+/// Names of tensors with a finding, which are not reported as missing too.
 fn excused<'a>(source: &Source<'a>) -> HashSet<&'a String> {
     source.resolved.findings.iter().filter_map(|f| f.tensor.as_ref()).collect()
 }
 
-/// Which ranks should hold a rule's tensors: all combinations of ranks on the dimensions that divide them.
+/// The ranks that should hold a rule's tensors: all combinations of ranks on the dimensions that divide them.
 fn holders(source: &Source, entry: &Entry) -> Vec<Coords> {
     let known = &source.outside.known;
     let bound: Vec<&String> = entry.name.variables().filter(|v| !v.extent).map(|v| &v.axis).collect();
@@ -180,7 +181,7 @@ fn lies_within(at: &Coords, coords: &Coords) -> bool {
     coords.iter().all(|(dimension, rank)| rank_on(at, dimension) == *rank)
 }
 
-/// Layers of which nothing is there: each is one finding.
+/// Layers without any tensor: each is one finding.
 fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (LostLayers<'m>, Vec<Finding>) {
     let mut layers = LostLayers::new();
     for (axis, at) in missing.iter().flat_map(|one| &one.position) {
@@ -216,8 +217,8 @@ fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (Lo
     (layers, findings)
 }
 
-/// What a file that is lost accounts for must not crowd out what another should hold: first what lies in a layer of which
-/// its rank holds other tensors.
+/// Sorts missing tensors, so that those of a lost file do not crowd out those of other files: first come
+/// tensors in layers of which their rank holds other tensors.
 fn put_partial_layers_first(source: &Source, missing: &mut [&Missing]) {
     let beside = |one: &Missing| {
         source.resolved.instances.iter().any(|i| {
@@ -243,7 +244,8 @@ impl Missing {
     }
 }
 
-/// Positions that are in no half of what a set and its rest are all of: nothing tells which tensors they lack.
+/// Findings for positions that are neither in a set nor in its complement: nothing shows which tensors they
+/// lack.
 fn in_no_half(source: &Source, gone: impl Fn(&Position) -> bool) -> Vec<Finding> {
     let (table, resolved) = (source.table, source.resolved);
     let mut findings = Vec::new();
@@ -267,7 +269,7 @@ fn in_no_half(source: &Source, gone: impl Fn(&Position) -> bool) -> Vec<Finding>
     findings
 }
 
-/// Positions that names stand for, whichever of its spellings they have.
+/// Positions that names stand for, in any of its spellings.
 fn named_by<'a>(
     pattern: &Pattern,
     names: impl Iterator<Item = &'a String>,

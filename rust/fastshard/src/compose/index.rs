@@ -1,4 +1,4 @@
-//! Who holds what: boxes of the source by canonical tensor.
+//! The holders of boxes of the source, by canonical tensor.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -9,7 +9,7 @@ use crate::layout::table::Truth;
 /// (instance, box) of a source.
 pub(super) type BoxId = (u32, u32);
 
-/// Per box of the source, which parts of it are taken; ranks of the target may take the same one.
+/// Per box of the source, the parts that are taken; ranks of the target may take the same part.
 pub(super) type Used = HashMap<BoxId, BTreeSet<(Vec<u64>, Vec<u64>)>>;
 
 pub(super) struct Index<'a> {
@@ -19,7 +19,7 @@ pub(super) struct Index<'a> {
     holders: HashMap<u32, Holders>,
 }
 
-/// What holds parts of a canonical tensor, of which there is one at least.
+/// The holders of parts of a canonical tensor, of which there is at least one.
 struct Holders {
     /// Axes bound by names, as far as all holders bind the same ones.
     axes: Vec<usize>,
@@ -28,7 +28,7 @@ struct Holders {
 }
 
 impl Holders {
-    /// Takes one that binds other axes, perhaps.
+    /// Adds a holder, which may bind other axes.
     fn add(&mut self, id: BoxId, bound: &[usize]) {
         let same = self.axes.iter().zip(bound).take_while(|(a, b)| a == b).count();
         self.axes.truncate(same);
@@ -75,7 +75,7 @@ fn between<'b, 'h>(
     &ids[first..end.max(first)]
 }
 
-/// What outputs took of the source.
+/// The parts of the source that outputs took.
 #[derive(Default)]
 pub(super) struct Ledger {
     /// Parts taken per box.
@@ -123,17 +123,18 @@ impl<'a> Index<'a> {
         (instance, &instance.boxes[id.1 as usize])
     }
 
-    /// Where a box begins on each canonical axis.
+    /// The start of a box on each canonical axis.
     fn start_of(&self, id: BoxId) -> &'a [u64] {
         &self.get(id).1.lo
     }
 
-    /// Something that holds a part of the wanted canonical tensor.
+    /// A holder of a part of the wanted canonical tensor.
     pub(super) fn any(&self, wanted: &AtomBox) -> Option<BoxId> {
         self.holders.get(&self.key(wanted.atom.key))?.ids.first().copied()
     }
 
-    /// True if something holds a part of the wanted canonical tensor, in the same layer if names have layers.
+    /// True if there is a holder of a part of the wanted canonical tensor, in the same layer if names have
+    /// layers.
     pub(super) fn has_like(&self, wanted: &AtomBox) -> bool {
         self.holders.get(&self.key(wanted.atom.key)).is_some_and(|all| match all.axes.first() {
             None => true,

@@ -1,4 +1,4 @@
-//! What is wanted: the tensors that a table calls for, or the source's own.
+//! The wanted tensors: those that a table requires, or the source's own.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use crate::layout::resolve::unknown_fact;
 use crate::layout::sets::Sets;
 use crate::layout::table::{Entry, Table, Truth};
 
-/// A target tensor to be made.
+/// A target tensor to make.
 pub(super) struct Wanted {
     pub(super) entry: usize,
     pub(super) index: BTreeMap<String, u64>,
@@ -19,9 +19,9 @@ pub(super) struct Wanted {
     pub(super) coords: BTreeMap<String, u64>,
 }
 
-/// Most positions of one entry: beyond it, numbers in names or configs are not to be believed.
+/// Maximum number of positions of one entry; above it, numbers in names or configs are implausible.
 const MAX_POSITIONS: u64 = 1 << 18;
-/// Most missing layers, and most missing tensors, that are named.
+/// Maximum number of missing layers, and of missing tensors, that findings name.
 pub(super) const MAX_MISSING: usize = 1000;
 
 /// Entries with more positions than a checkpoint can have.
@@ -44,7 +44,7 @@ pub(super) fn too_many_positions(table: &Table, extents: &Extents) -> Vec<Findin
         .collect()
 }
 
-/// All positions on the name-bound axes of an entry; none where an extent or a set is not known.
+/// All positions on the name-bound axes of an entry; none if an extent or a set is unknown.
 pub(super) fn positions(entry: &Entry, extents: &Extents, sets: &Sets) -> Option<Vec<BTreeMap<String, u64>>> {
     let mut all = vec![BTreeMap::new()];
     for variable in entry.name.variables().filter(|v| !v.extent) {
@@ -115,7 +115,7 @@ fn dividing<'a>(table: &'a Table, entry: &'a Entry) -> BTreeSet<&'a str> {
     divided.chain(entry.partial.as_deref()).collect()
 }
 
-/// Every tensor that the target's table calls for.
+/// Every tensor that the target's table requires.
 pub(super) fn table_names(
     target: &Target,
     table: &Table,

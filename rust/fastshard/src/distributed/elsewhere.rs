@@ -1,7 +1,7 @@
-//! Files that lie on another host's disk and are read by way of it.
+//! Files on another host's disk, which are read through that host.
 //!
-//! For each there is an empty file of its name and size here, so that names can be listed and compared. Whoever opens
-//! one of these by its name gets what it stands for: what it holds itself, holes, is read by nobody.
+//! Each has a placeholder here: a sparse file of its name and size, so that names can be listed and compared.
+//! Opening a placeholder by its name opens the original: nobody reads the holes of the placeholder.
 
 use std::fmt::Debug;
 use std::fs::{File, Metadata, Permissions};
@@ -30,30 +30,30 @@ pub trait Elsewhere: Debug + Send + Sync {
     /// Fills `bytes` from `offset`.
     ///
     /// # Errors
-    /// Whatever keeps them from coming.
+    /// The reason why they do not arrive.
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()>;
 
-    /// Says that ranges (first byte, one past the last) will be read, in this order; without `now` it is known that more will
-    /// be said.
+    /// Announces that ranges (first byte, one past the last) will be read, in this order; without `now`, more
+    /// announcements follow.
     ///
     /// # Errors
-    /// What keeps that from being said.
+    /// The reason why the announcement fails.
     fn will_read(&self, ranges: &[(u64, u64)], now: bool) -> Result<()>;
 }
 
-/// Gives the files of folders that stand for others.
+/// Provides the files that the placeholders in a folder stand for.
 pub trait Lender: Send + Sync {
     /// The file that `path` stands for.
     fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>>;
 
-    /// What people call `folder`, if it is one of the checkpoint's roots: its host, and its path there.
+    /// The name of `folder` for users, if it is one of the checkpoint's roots: its host, and its path there.
     fn name(&self, folder: &Path) -> Option<String>;
 
     /// Ends all waiting for bytes: the user has stopped the run.
     fn interrupt(&self);
 }
 
-/// A folder whose files stand for others, whose they are, and the thread that the user may stop.
+/// A folder with placeholders, their lender, and the thread that the user may stop.
 #[derive(Clone)]
 struct Folder {
     path: PathBuf,
@@ -63,14 +63,15 @@ struct Folder {
 
 static FOLDERS: RwLock<Vec<Folder>> = RwLock::new(Vec::new());
 
-/// A folder whose files stand for others, as long as this lives.
+/// A registration of a folder with placeholders, which ends when it is dropped.
 pub struct Standing {
     folder: PathBuf,
     _lender: Arc<dyn Lender>,
 }
 
 impl Standing {
-    /// Has the files below `folder`, a path without links, stand for those that `lender` gives, in a run of thread `by`.
+    /// Makes the files below `folder`, a path without links, placeholders of those that `lender` provides, in
+    /// a run of thread `by`.
     pub fn register(folder: PathBuf, lender: Arc<dyn Lender>, by: ThreadId) -> Standing {
         folders(|all| all.push(Folder { path: folder.clone(), lender: Arc::downgrade(&lender), by }));
         Standing { folder, _lender: lender }
@@ -87,7 +88,7 @@ fn folders(change: impl FnOnce(&mut Vec<Folder>)) {
     change(&mut FOLDERS.write().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// The lender of what lies at `path`, if that stands for something else.
+/// The lender for `path`, if a placeholder has this path.
 fn lender(path: &Path) -> Option<(PathBuf, Weak<dyn Lender>)> {
     let all = FOLDERS.read().unwrap_or_else(PoisonError::into_inner);
     if all.is_empty() {
@@ -103,16 +104,16 @@ pub fn is_elsewhere(path: &Path) -> bool {
     lender(path).is_some()
 }
 
-/// What people call `folder`, if it is a root of a checkpoint that lies on several hosts.
+/// The name of `folder` for users, if it is a root of a checkpoint on several hosts.
 pub fn name(folder: &Path) -> Option<String> {
     let all = FOLDERS.read().unwrap_or_else(PoisonError::into_inner);
     all.iter().find_map(|standing| standing.lender.upgrade()?.name(folder))
 }
 
-/// What a file stands for, if it does.
+/// The file that a placeholder stands for; none for other files.
 ///
 /// # Errors
-/// If it stands for something that nobody gives any more.
+/// If nobody lends the original any more.
 pub(crate) fn find(path: &Path) -> Result<Option<Arc<dyn Elsewhere>>> {
     let Some((real, lender)) = lender(path) else { return Ok(None) };
     let file = lender.upgrade().and_then(|lender| lender.file(&real));
@@ -120,11 +121,11 @@ pub(crate) fn find(path: &Path) -> Result<Option<Arc<dyn Elsewhere>>> {
         .ok_or_else(|| Finding::new(codes::NO_SUCH_PATH, "no other host has this file").file(path).into())
 }
 
-/// Fills bytes `lo..hi` of the file at `path` with those of what it stands for, as far as it goes, for readers that know
-/// files alone; nothing if it stands for itself.
+/// Fills bytes `lo..hi` of the placeholder at `path` with those of the original, up to its end, for readers
+/// that only know files; does nothing for other files.
 ///
 /// # Errors
-/// What keeps them from coming, or from being written.
+/// The reason why they do not arrive, or cannot be written.
 pub fn bring(path: &Path, lo: u64, hi: u64) -> Result<()> {
     let Some(file) = find(path)? else { return Ok(()) };
     let (out, meta) = stand_in(path)?;
@@ -140,10 +141,10 @@ pub fn bring(path: &Path, lo: u64, hi: u64) -> Result<()> {
     keep_time(path, &out, &*file)
 }
 
-/// Lets go of what [`bring`] has put there; nothing if the file stands for itself.
+/// Removes the bytes that [`bring`] has written; does nothing for files that are not placeholders.
 ///
 /// # Errors
-/// What keeps the file from being opened.
+/// The reason why the file cannot be opened.
 pub fn let_go(path: &Path, lo: u64, hi: u64) -> Result<()> {
     let Some(file) = find(path)?.filter(|_| lo < hi) else { return Ok(()) };
     let (out, _) = stand_in(path)?;
@@ -153,11 +154,11 @@ pub fn let_go(path: &Path, lo: u64, hi: u64) -> Result<()> {
     keep_time(path, &out, &*file)
 }
 
-/// Says that ranges (path, first byte, one past the last) of what files stand for will be read, in this order; nothing of those that
-/// stand for themselves.
+/// Announces that ranges (path, first byte, one past the last) of the originals will be read, in this order;
+/// skips files that are not placeholders.
 ///
 /// # Errors
-/// What keeps that from being said.
+/// The reason why the announcement fails.
 pub fn will_read(ranges: &[(PathBuf, u64, u64)]) -> Result<()> {
     let mut ranges = ranges.iter().peekable();
     while let Some((path, lo, hi)) = ranges.next() {
@@ -168,7 +169,7 @@ pub fn will_read(ranges: &[(PathBuf, u64, u64)]) -> Result<()> {
     Ok(())
 }
 
-/// The file that stands for another, for writing.
+/// The placeholder, for writing.
 fn stand_in(path: &Path) -> Result<(File, Metadata)> {
     let opened = || {
         let meta = std::fs::metadata(path)?;
@@ -178,7 +179,7 @@ fn stand_in(path: &Path) -> Result<(File, Metadata)> {
     opened().map_err(|e| not_kept(path, &e))
 }
 
-/// Gives what stands for a file its time, which writing has changed; others may be writing as well.
+/// Restores the time of a placeholder, which writing has changed; others may be writing as well.
 fn keep_time(path: &Path, out: &File, file: &dyn Elsewhere) -> Result<()> {
     let Some((_, mtime_ns)) = file.identity() else { return Ok(()) };
     out.set_modified(time_of(mtime_ns)).map_err(|e| not_kept(path, &e))
@@ -197,7 +198,7 @@ fn not_kept(path: &Path, error: &std::io::Error) -> Error {
     Error::io(path, "cannot keep what another host has sent", error)
 }
 
-/// Ends all waiting for bytes of other hosts in runs of thread `by`: the user has stopped what it does.
+/// Ends all waiting for bytes of other hosts in runs of thread `by`, because the user has stopped it.
 pub fn interrupt(by: ThreadId) {
     let all: Vec<_> = FOLDERS.read().unwrap_or_else(PoisonError::into_inner).clone();
     let stopped = all.iter().filter(|folder| folder.by == by).filter_map(|folder| folder.lender.upgrade());

@@ -1,7 +1,7 @@
-//! Sends for what a share needs of other hosts' disks, before it is needed.
+//! Requests the data that a share needs from other hosts' disks, before it is needed.
 //!
-//! The engine lists what the tiles of a share read, as it decides that when it makes them. So what is sent for is what will
-//! be read, whatever the layout; what a list leaves out is sent for when it is read.
+//! The engine lists the reads of a share's tiles by the same code with which it makes them. So the requests
+//! match the reads, whatever the layout. Data that a list leaves out is requested when it is read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use crate::plan::tiles::{Share, TileRun};
 use crate::plan::Plan;
 use crate::storage::SourceFile;
 
-/// Ranges that are sent for together.
+/// Ranges that are requested together.
 const RANGES: usize = 64 << 10;
-/// Blocks that are sent for together.
+/// Blocks that are requested together.
 const BLOCKS: usize = 1024;
 
-/// Sends for what `share` reads of files that lie on other hosts.
+/// Requests the data that `share` reads from files on other hosts.
 ///
 /// # Errors
-/// What keeps that from being said.
+/// The reason why the announcement fails.
 pub fn foresee(
     plan: &Plan,
     files: &[Arc<SourceFile>],
@@ -72,22 +72,22 @@ fn lies_apart(file: &SourceFile) -> bool {
     file.is_elsewhere() || file.blocks_apart().is_some()
 }
 
-/// True for what cannot be read in part.
+/// True for data that cannot be read in part.
 fn is_compressed(plan: &Plan, blob: u32) -> bool {
     let blob = &plan.blobs[blob as usize];
     blob.deflated || blob.encoded
 }
 
-/// Ranges of files that are to be sent for.
+/// Ranges of files to request.
 struct Ranges<'a> {
     files: &'a [Arc<SourceFile>],
-    /// Those of each file, in the order in which they are read, and the number of all.
+    /// The ranges of each file, in the order in which they are read, and their total number.
     found: Vec<Vec<(u64, u64)>>,
     count: usize,
 }
 
 impl Ranges<'_> {
-    /// Adds `len` bytes of a file, if it lies on another host; ranges that follow on one another are one.
+    /// Adds `len` bytes of a file, if it is on another host; adjacent ranges become one.
     fn add(&mut self, file: usize, lo: u64, len: u64) -> Result<()> {
         if !self.files[file].is_elsewhere() {
             return Ok(());
@@ -114,20 +114,20 @@ impl Ranges<'_> {
     }
 }
 
-/// Compressed members and blocks, each sent for once and whole.
+/// Compressed members and blocks, each requested once and completely.
 struct Whole<'a> {
     plan: &'a Plan,
     files: &'a [Arc<SourceFile>],
-    /// Blobs that were sent for.
+    /// Blobs that were requested.
     sent: Vec<bool>,
-    /// What the output that was looked at last takes of blobs.
+    /// The ranges of blobs that the last examined output takes.
     reached: Option<(u32, Vec<Reach>)>,
-    /// Blocks that are to be sent for, by the file that stands for their store.
+    /// Blocks to request, by the file that represents their store.
     blocks: BTreeMap<u32, Vec<&'a str>>,
 }
 
 impl Whole<'_> {
-    /// Finds what bytes `start..end` of an output take, and sends for it.
+    /// Finds the data that bytes `start..end` of an output take, and requests it.
     fn find(&mut self, output: u32, start: u64, end: u64) -> Result<()> {
         let plan = self.plan;
         if self.reached.as_ref().is_none_or(|(reached, _)| *reached != output) {

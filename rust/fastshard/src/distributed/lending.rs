@@ -1,4 +1,4 @@
-//! Sources that lie on the disks of several hosts: each rank lends what the others ask for, by way of the destination.
+//! Sources on the disks of several hosts: each rank lends what the others request, through the destination.
 //!
 //! Each rank writes two files into the folder in which ranks meet, and reads those of the others; nobody writes to
 //! another's:
@@ -57,20 +57,20 @@ const ROOT: u8 = 5;
 /// Files of this lending.
 const PREFIX: &str = "lent-";
 
-/// Half of what is asked for of a file's beginning, where its header lies.
+/// Half of the bytes that are requested from the beginning of a file, which has its header.
 const HEAD: u64 = 8 << 10;
-/// Time between two looks at what others ask for and have lent.
+/// Time between two looks at the requests and the loans of others.
 const LOOK: Duration = Duration::from_millis(50);
 /// Ranks that are looked at in that time.
 const MANY: u32 = 16;
-/// A path that a rank was given as the checkpoint, or as a part of it.
+/// A path that a rank got as the checkpoint, or as a part of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Root {
     /// The folder.
     pub folder: PathBuf,
     /// The file in it, if one was named.
     pub file: Option<String>,
-    /// What the folder, and the one above it, are called: steps are known by that.
+    /// The names of the folder and of the one above it, by which steps are recognised.
     #[serde(default)]
     pub called: PathBuf,
 }
@@ -82,7 +82,7 @@ struct Listed {
     path: String,
     size: u64,
     mtime_ns: i64,
-    /// Time of the last change of content or status: it tells content whose time was set back from what it was.
+    /// Time of the last change of content or status, which shows a changed content whose time was set back.
     ctime_ns: i64,
 }
 
@@ -94,7 +94,7 @@ struct HostRoots {
 }
 
 impl HostRoots {
-    /// Names the folder that stands here for one of its roots.
+    /// Names the folder that represents one of its roots here.
     fn here(&self, folder: &Path, rank: u32, root: usize) -> PathBuf {
         let base = folder.join(format!("rank-{rank}"));
         self.roots[root].below(&base, root).unwrap_or_else(|| base.join(root.to_string()))
@@ -104,19 +104,19 @@ impl HostRoots {
 /// One of the checkpoint's roots, as this process sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
-    /// Whose it is.
+    /// The rank that it belongs to.
     pub rank: u32,
     /// Its host.
     pub host: String,
     /// The folder there.
     pub there: PathBuf,
-    /// The folder here: the same for this rank, else one whose files stand for those.
+    /// The folder here: the same one for this rank, else one with placeholders.
     pub here: PathBuf,
     /// The file in it, if one was named.
     pub file: Option<String>,
 }
 
-/// A rank that lends what it has, and borrows what others have.
+/// A rank that lends its own files, and borrows those of others.
 pub struct Lending {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -149,14 +149,14 @@ struct Shared {
     interrupted: AtomicBool,
     /// Bytes that this rank has given to others.
     served: AtomicU64,
-    /// Looks of those who wait.
+    /// Looks by waiting borrowers.
     #[cfg(test)]
     looks: AtomicU64,
-    /// What has ended the thread that lends: nothing comes any more.
+    /// The error that ended the lending thread, after which nothing arrives any more.
     broken: OnceLock<Error>,
 }
 
-/// What is asked for: number of the file, first byte, one past the last.
+/// A request: number of the file, first byte, one past the last.
 type Ask = (u32, u64, u64);
 
 fn journal_of(nonce: &str) -> String {
@@ -181,7 +181,7 @@ impl Root {
         self.called = called.to_str().map(PathBuf::from).unwrap_or_default();
     }
 
-    /// Where what stands for it lies, below the folder of its rank; none if it would lie elsewhere.
+    /// The place of its placeholder, below the folder of its rank; none if it would be elsewhere.
     fn below(&self, base: &Path, number: usize) -> Option<PathBuf> {
         let plain = self.called.components().all(|part| is_plain(&part));
         (plain && self.called.components().count() <= 2)
@@ -194,12 +194,12 @@ fn is_plain(part: &Component) -> bool {
 }
 
 impl Lending {
-    /// Lends `files` (root and relative path) below `roots`, and makes folders below `folder`, which is empty, that stand
-    /// for the roots of the other ranks. Returns once all have said what they have. What the user stops in thread `by` is
-    /// this too.
+    /// Lends `files` (root and relative path) below `roots`, and makes folders below the empty `folder` that
+    /// represent the roots of the other ranks. Returns once all ranks have listed their files. Stopping
+    /// thread `by` also stops the lending.
     ///
     /// # Errors
-    /// What keeps a file from being looked at; what another rank stopped for.
+    /// The reason why a file cannot be examined; the errors for which another rank stopped.
     pub fn begin(
         meeting: &Arc<Meeting>,
         mut roots: Vec<Root>,
@@ -239,8 +239,8 @@ impl Lending {
         &self.sources
     }
 
-    /// A digest of files (rank, number of its root, path) as they were when their ranks listed them: what was made of others
-    /// is not continued.
+    /// A digest of files (rank, number of its root, path) as their ranks listed them: a run on other files is
+    /// not continued.
     pub fn stamp(&self, wanted: &[(u32, u32, String)]) -> String {
         let state = self.shared.lock();
         let others =
@@ -253,7 +253,7 @@ impl Lending {
         blake3::hash(&serde_json::to_vec(&files).expect("plain data")).to_hex().to_string()
     }
 
-    /// Counts the bytes that each rank has given to others by now.
+    /// Counts the bytes that each rank has lent to others so far.
     pub fn count_served(&self) -> BTreeMap<u32, u64> {
         let state = self.shared.lock();
         let mut served: BTreeMap<u32, u64> = state.others.iter().map(|(rank, o)| (*rank, o.served)).collect();
@@ -276,7 +276,7 @@ impl Drop for Lending {
     }
 }
 
-/// Lends in a thread, until the lending ends or something keeps it from going on: then the run stops.
+/// Lends in a thread until the lending ends or fails; on a failure the run stops.
 fn lend_in_thread(mut owner: Owner, folder: &Path) -> Result<JoinHandle<()>> {
     let clock = owner.shared().clock.clone();
     let pause = LOOK * owner.shared().world.div_ceil(MANY);
@@ -328,7 +328,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks whether waiting makes sense still.
+    /// Checks whether waiting still makes sense.
     fn check(&self) -> Result<()> {
         #[cfg(test)]
         self.looks.fetch_add(1, Ordering::Relaxed);
@@ -366,7 +366,8 @@ impl Shared {
         }
     }
 
-    /// Makes folders that stand for the roots of the other ranks: all roots in the order of the ranks.
+    /// Makes folders that represent the roots of the other ranks, and returns all roots in the order of the
+    /// ranks.
     fn stand(
         &self,
         own: &HostRoots,
@@ -408,7 +409,7 @@ impl Shared {
         Ok(sources)
     }
 
-    /// Takes note of the records of another rank's journal; those that ask this rank for something.
+    /// Records the entries of another rank's journal, and returns its requests to this rank.
     fn learn(&self, rank: u32, records: &[Vec<u8>]) -> Result<Vec<Ask>> {
         let mut asks = Vec::new();
         let mut state = self.lock();
@@ -436,7 +437,8 @@ impl Shared {
         Ok(asks)
     }
 
-    /// Follows the journals of the other ranks; what they ask this one for, and whether there was anything new.
+    /// Follows the journals of the other ranks, and returns their requests to this one, and whether there was
+    /// anything new.
     fn follow(&self) -> Result<(Vec<Ask>, bool)> {
         let (mut asks, mut moved) = (Vec::new(), false);
         let nonces = self.meeting.upgrade().map(|meeting| meeting.nonces()).unwrap_or_default();
@@ -468,7 +470,8 @@ impl Shared {
         Ok((asks, moved))
     }
 
-    /// Asks a rank for ranges of a file, of what was not asked for yet; that it may be seen by others once `now` is true.
+    /// Requests ranges of a file from a rank, except those requested before; others see the request once
+    /// `now` is true.
     fn ask(&self, rank: u32, file: u32, ranges: &[(u64, u64)], now: bool) -> Result<()> {
         let mut wanted = Vec::new();
         {
@@ -493,7 +496,7 @@ impl Shared {
     }
 }
 
-/// Makes an empty file that stands for `listed`: of its size and time.
+/// Makes an empty placeholder for `listed`, with its size and time.
 fn stand_for(path: &Path, listed: &Listed) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;

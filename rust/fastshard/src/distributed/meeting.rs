@@ -46,38 +46,38 @@ use refusals::differing;
 use table::{sources_of, taken, Heard, State, Table, BEAT_EVERY};
 pub use table::{Card, Opened, Phase, Seen};
 
-/// Time between two looks at the other ranks' cards: the first while something is waited for, the usual one, and the most
-/// of it with very many ranks.
+/// Time between two looks at the other ranks' cards: the first one of a wait, the usual one, and the maximum
+/// with very many ranks.
 const FIRST_LOOK: Duration = Duration::from_millis(4);
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_AT_MOST: Duration = Duration::from_secs(1);
-/// Ranks that are looked at in [`LOOK`].
+/// Ranks that are examined in [`LOOK`].
 const MANY: u32 = 16;
-/// Time in which a process that holds a rank shows that it is there.
+/// Time in which a process that holds a rank shows a sign of life.
 const HELD_FOR: Duration = Duration::from_millis(2500);
-/// Time by which the others let rank 0 go first with what it has to say.
+/// Time that the others leave rank 0 to report first.
 const GRACE: Duration = Duration::from_secs(1);
-/// Most ranks of a run.
+/// Maximum number of ranks of a run.
 pub const MAX_WORLD: u32 = 100_000;
 
-/// How a rank takes part.
+/// The settings of a rank's participation.
 #[derive(Debug, Clone)]
 pub struct About {
     /// Its number.
     pub rank: u32,
-    /// How many ranks there are.
+    /// The number of ranks.
     pub world: u32,
-    /// How long it waits for the others.
+    /// The time that it waits for the others.
     pub timeout: Duration,
-    /// What it was started with; must be the same for all.
+    /// The options that it was started with, which must be the same for all ranks.
     pub words: BTreeMap<String, serde_json::Value>,
-    /// Hosts by rank, as far as the launcher tells.
+    /// Hosts by rank, as far as the launcher states them.
     pub hosts: Vec<String>,
-    /// By which clock.
+    /// Its clock.
     pub clock: Clock,
 }
 
-/// A rank among others. Dropping it takes its card away.
+/// A rank among others. Dropping it removes its card.
 #[derive(Debug)]
 pub struct Meeting {
     about: About,
@@ -86,12 +86,13 @@ pub struct Meeting {
 }
 
 impl Meeting {
-    /// Meets the other ranks at the directory of `out`: returns once rank 0 has seen all of them, and this one has seen
-    /// that.
+    /// Meets the other ranks at the directory of `out`. Returns once rank 0 has seen all of them, and this
+    /// rank has noticed that.
     ///
     /// # Errors
-    /// `FS522` if that does not come within the timeout, with the ranks that did not come; `FS524` if ranks were started
-    /// with other words; `FS509` if another process has this rank; what the system says of the directory.
+    /// `FS522` if that does not happen within the timeout, with the missing ranks; `FS524` if ranks were
+    /// started with other options; `FS509` if another process has this rank; errors of the system for the
+    /// directory.
     pub fn begin(out: &Path, about: About, go_on: &dyn Fn() -> bool) -> Result<Meeting> {
         if about.world == 0 || about.world > MAX_WORLD || about.rank >= about.world {
             return Err(Finding::new(codes::USAGE, "rank and number of ranks")
@@ -142,7 +143,7 @@ impl Meeting {
         Ok(Meeting { about, table: Arc::new(table), thread: None })
     }
 
-    /// Waits until a process that seems to hold this rank shows no sign of life.
+    /// Waits until a process that seems to hold this rank shows no more sign of life.
     fn take_rank(&self, go_on: &dyn Fn() -> bool) -> Result<()> {
         let clock = &self.about.clock;
         let mut watched = Watched::begin(clock.now(), HELD_FOR);
@@ -185,12 +186,12 @@ impl Meeting {
         self.about.rank
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     pub fn world(&self) -> u32 {
         self.about.world
     }
 
-    /// How long it waits for others.
+    /// The time that it waits for others.
     pub fn timeout(&self) -> Duration {
         self.about.timeout
     }
@@ -200,7 +201,7 @@ impl Meeting {
         &self.about.clock
     }
 
-    /// All ranks as rank 0 sees them, for whoever asks which storage they have; of others rank 0 alone.
+    /// All ranks as rank 0 sees them, for checks of their storage; on other ranks, only rank 0.
     pub fn cards(&self) -> Vec<Card> {
         let state = self.table.lock();
         let mut cards: Vec<Card> = state.others.values().map(|heard| heard.card.clone()).collect();
@@ -209,12 +210,12 @@ impl Meeting {
         cards
     }
 
-    /// What this process is called among the ranks.
+    /// The name of this process among the ranks.
     pub(super) fn nonce(&self) -> String {
         self.table.lock().card.nonce.clone()
     }
 
-    /// What the processes that have met are called, by rank.
+    /// The names of the processes that have met, by rank.
     pub(super) fn nonces(&self) -> BTreeMap<u32, String> {
         let state = self.table.lock();
         let zero = match self.about.rank {
@@ -232,13 +233,13 @@ impl Meeting {
         &self.table.folder
     }
 
-    /// Stops all ranks for what a thread of this one has met.
+    /// Stops all ranks because of an error in a thread of this one.
     pub(super) fn fail(&self, error: Error) {
         self.stop(error.findings());
         self.table.lock().failed = error.into_findings().into_iter().next();
     }
 
-    /// Changes what this rank says of itself.
+    /// Changes the card of this rank.
     fn say(&self, change: impl FnOnce(&mut Card)) {
         let mut state = self.table.lock();
         change(&mut state.card);
@@ -247,9 +248,10 @@ impl Meeting {
         let _ = self.table.write(&mut state);
     }
 
-    /// Waits for something, and for no longer than the others show signs of life.
+    /// Waits for a condition, as long as the others show signs of life.
     ///
-    /// `done` is asked with the cards; `late`, with the time that was waited, says who has not come once it is over.
+    /// `done` checks the cards; `late` gets the waited time, and names the missing ranks when the time is
+    /// over.
     fn wait<T>(
         &self,
         go_on: &dyn Fn() -> bool,
@@ -314,10 +316,10 @@ impl Meeting {
         Ok(())
     }
 
-    /// Waits until all ranks hold the same plan. `files` are the sources as this rank sees them.
+    /// Waits until all ranks have the same plan. `files` are the sources as this rank sees them.
     ///
     /// # Errors
-    /// `FS524` with what differs; what another rank stopped for.
+    /// `FS524` with the differences; the errors for which another rank stopped.
     pub fn agree(&self, plan: &str, files: &[Seen], go_on: &dyn Fn() -> bool) -> Result<()> {
         if self.about.rank == 0 {
             let bytes = serde_json::to_vec(files).expect("plain data");
@@ -377,10 +379,11 @@ impl Meeting {
         Ok(())
     }
 
-    /// Rank 0: looks whether somebody is gone who has not done its part. Others: whether rank 0 is.
+    /// On rank 0, checks whether a rank is gone before it has finished its part; on others, whether rank 0 is
+    /// gone.
     ///
     /// # Errors
-    /// Who, and since when; what another rank stopped for.
+    /// The rank that is gone, and the time since then; the errors for which another rank stopped.
     pub fn watch(&self, done: &dyn Fn(u32) -> bool) -> Result<()> {
         if let Some(stopped) = self.stopped() {
             return Err(stopped);
@@ -395,15 +398,15 @@ impl Meeting {
         Ok(())
     }
 
-    /// Rank 0 lets the others begin.
+    /// Lets the others begin; for rank 0.
     pub fn open_run(&self, opened: Opened) {
         self.say(|card| (card.opened, card.phase) = (Some(opened), Phase::Working));
     }
 
-    /// Waits until rank 0 has begun the run; none if there is nothing left to be made.
+    /// Waits until rank 0 has begun the run; none if there is nothing left to make.
     ///
     /// # Errors
-    /// What another rank stopped for; `FS523` if rank 0 is gone.
+    /// The errors for which another rank stopped; `FS523` if rank 0 is gone.
     pub fn wait_for_run(&self, go_on: &dyn Fn() -> bool) -> Result<Option<Opened>> {
         self.wait(
             go_on,
@@ -418,7 +421,7 @@ impl Meeting {
     /// Waits until rank 0 has published.
     ///
     /// # Errors
-    /// What another rank stopped for; `FS523` if rank 0 is gone.
+    /// The errors for which another rank stopped; `FS523` if rank 0 is gone.
     pub fn wait_for_result(&self, published: &dyn Fn() -> bool, go_on: &dyn Fn() -> bool) -> Result<()> {
         self.wait(
             go_on,
@@ -430,12 +433,12 @@ impl Meeting {
         )
     }
 
-    /// Says that the result is published.
+    /// Announces that the result is published.
     pub fn published(&self) {
         self.say(|card| card.phase = Phase::Published);
     }
 
-    /// Says why this rank stops, so that the others do too.
+    /// Announces why this rank stops, so that the others stop too.
     pub fn stop(&self, findings: &[Finding]) {
         let rank = self.about.rank;
         self.say(|card| {
@@ -452,7 +455,7 @@ impl Meeting {
         });
     }
 
-    /// What another rank stopped for, if one did; what keeps this one from taking part.
+    /// The errors for which another rank stopped, or which keep this one from taking part, if there are any.
     pub fn stopped(&self) -> Option<Error> {
         let mut state = self.table.lock();
         let own = &state.card;
@@ -496,7 +499,8 @@ fn is_seen(own: &Card, heard: &Heard) -> bool {
     own.seen.get(&heard.card.rank) == Some(&heard.card.nonce)
 }
 
-/// Rank 0, if it is the one that has met this rank: one that was stopped, and given up, may write its card again.
+/// Rank 0, if it is the process that has met this rank: one that was stopped and abandoned may write its card
+/// again.
 fn met<'h>(own: &Card, others: &'h BTreeMap<u32, Heard>) -> Option<&'h Heard> {
     others.get(&0).filter(|zero| zero.card.seen.get(&own.rank) == Some(&own.nonce))
 }

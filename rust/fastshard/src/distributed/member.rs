@@ -23,7 +23,7 @@ use crate::publish::process::Process;
 /// Largest of these, in bytes.
 const MAX_EVIDENCE: u64 = 1 << 30;
 
-/// First bytes of the records of a member's journal; others are the caller's.
+/// First bytes of the records of a member's journal; records of callers begin with others.
 const WHO: u8 = 64;
 const OPEN: u8 = 65;
 const CLOSE: u8 = 66;
@@ -37,19 +37,19 @@ const EDGE_BYTES: usize = 32 << 10;
 /// Time between two signs of life.
 pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(500);
 
-/// Something that nobody else will think of: 32 hex digits.
+/// A random name: 32 hex digits.
 pub(crate) fn nonce() -> String {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).expect("the system gives random bytes");
     format!("{:032x}", u128::from_ne_bytes(bytes))
 }
 
-/// Who a member is and what it does.
+/// A member's identity and task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Who {
     /// Its round.
     pub round: u32,
-    /// Its part of that round; none for the one that begins the round, and for the one that concludes the run.
+    /// Its part of that round; none for the member that begins the round or concludes the run.
     pub part: Option<u32>,
     /// The process.
     pub process: Process,
@@ -65,7 +65,7 @@ impl Who {
     }
 }
 
-/// A member that is at work. Dropping it ends its signs of life.
+/// A working member. Dropping it ends its signs of life.
 #[derive(Debug)]
 pub struct Member {
     folder: Dir,
@@ -78,9 +78,9 @@ pub struct Member {
 }
 
 impl Member {
-    /// Takes up a part of a round in a run's staging folder, in a journal of its own.
+    /// Takes up a part of a round in a run's staging folder, with a separate journal.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(crate) fn begin(folder: &Dir, round: &str, who: &Who, clock: &Clock) -> Result<Member> {
         let nonce = nonce();
         let folder = folder.again().at(folder.path(), "cannot open")?;
@@ -99,7 +99,7 @@ impl Member {
         })
     }
 
-    /// Where it notes what is done.
+    /// The journal in which it records finished work.
     pub fn journal(&self) -> &Arc<Journal> {
         &self.journal
     }
@@ -114,9 +114,9 @@ impl Member {
         io.is_direct(&self.folder, true)
     }
 
-    /// Notes that data files will be written to, and looks whether they still may.
+    /// Records that data files will be opened for writing, and checks that this is still allowed.
     ///
-    /// Errors: `LOCKED` if another round has begun; what the system says.
+    /// Errors: `LOCKED` if another round has begun; errors of the system.
     pub fn note_open(&self, numbers: impl IntoIterator<Item = u32>) -> Result<()> {
         for number in numbers {
             self.journal.append(&[&[OPEN][..], &number.to_le_bytes()].concat())?;
@@ -125,11 +125,11 @@ impl Member {
         self.still_writes()
     }
 
-    /// Opens data file `number`, which is there with this size. That it may be written to from now on is on disk
-    /// before it is opened, and whether the round is still the one that writes is asked in between: whoever ends
-    /// the round knows of every descriptor that may be left.
+    /// Opens data file `number`, which exists with this size. It first records on disk that the file may be
+    /// written to, then checks that the round still writes, and then opens the file: so the process that ends
+    /// the round knows every descriptor that may be left.
     ///
-    /// Errors: `LOCKED` if another round has begun; what the system says.
+    /// Errors: `LOCKED` if another round has begun; errors of the system.
     pub fn open_file(&self, number: u32, name: &str, size: u64, io: Io) -> Result<OutFile> {
         self.note_open([number])?;
         let data = self.folder.sub(OsStr::new(&self.data));
@@ -140,18 +140,18 @@ impl Member {
         OutFile::existing(&folder, last, size, io)
     }
 
-    /// Brings a data file to disk, lets go of it, and says so.
+    /// Syncs a data file to disk, closes it, and records that.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn close_file(&self, number: u32, file: OutFile) -> Result<()> {
         file.sync()?;
         drop(file);
         self.journal.append(&[&[CLOSE][..], &number.to_le_bytes()].concat())
     }
 
-    /// Notes that data files which [`Member::note_open`] told of are closed, and all that was written to them on disk.
+    /// Records that data files of [`Member::note_open`] are closed, and that their data is on disk.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn note_closed(&self, numbers: impl IntoIterator<Item = u32>) -> Result<()> {
         for number in numbers {
             self.journal.append(&[&[CLOSE][..], &number.to_le_bytes()].concat())?;
@@ -161,7 +161,7 @@ impl Member {
 
     /// Checks that no other round has begun.
     ///
-    /// Errors: `LOCKED` if one has; what the system says.
+    /// Errors: `LOCKED` if one has; errors of the system.
     pub fn still_writes(&self) -> Result<()> {
         let path = self.folder.join(STATE);
         let state = self.folder.read_small(STATE, MAX_OWN).at(&path, "cannot read")?;
@@ -182,9 +182,10 @@ impl Member {
         .into()
     }
 
-    /// Notes bytes of data file `file` that lie in a page which others write to: whoever ends the round writes them.
+    /// Records bytes of data file `file` in a page that others write to as well: the process that ends the
+    /// round writes them.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn edge(&self, file: u32, offset: u64, bytes: &[u8]) -> Result<()> {
         for (i, chunk) in bytes.chunks(EDGE_BYTES).enumerate() {
             let at = offset + (i * EDGE_BYTES) as u64;
@@ -193,9 +194,9 @@ impl Member {
         Ok(())
     }
 
-    /// Says that all is done: the data is on disk, the files are closed.
+    /// Records that everything is done: the data is on disk, and the files are closed.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn done(mut self, evidence: &[u8]) -> Result<()> {
         self.folder.write_whole(&format!("{EVIDENCE}{}", self.nonce), evidence, true)?;
         // The last record of all, so that a look at the end of the journal tells.
@@ -204,7 +205,7 @@ impl Member {
         self.journal.sync()
     }
 
-    /// Says that it has ended before all was done.
+    /// Records that it has ended before everything was done.
     pub fn leave(self) {
         // Who cannot say so is seen by its silence.
         let _ = self.journal.append(&[LEFT]).and_then(|()| self.journal.sync());
@@ -252,16 +253,16 @@ impl Drop for Beats {
     }
 }
 
-/// A range of a data file that is in a journal alone.
+/// A range of a data file that is only in a journal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Edge {
     /// The file's number.
     pub file: u32,
-    /// Where it goes, in bytes.
+    /// Its place in the file, in bytes.
     pub offset: u64,
-    /// How many bytes.
+    /// The number of bytes.
     len: u64,
-    /// Where the journal has them.
+    /// Their place in the journal.
     place: u64,
 }
 
@@ -272,22 +273,22 @@ impl Edge {
     }
 }
 
-/// What the journal of a member says, up to where it went when it was opened.
+/// The content of a member's journal, up to its end when it was opened.
 #[derive(Debug)]
 pub struct Log {
     /// Name of the journal, without the prefix.
     pub nonce: String,
     /// The journal.
     pub journal: Journal,
-    /// Who it is; none where not even that was written.
+    /// The member's identity; none if not even this was written.
     pub who: Option<Who>,
-    /// Files that it may write to still.
+    /// Files that it may still write to.
     pub open: BTreeSet<u32>,
-    /// Bytes that only the journal has.
+    /// Bytes that are only in the journal.
     pub edges: Vec<Edge>,
-    /// True if it did all of its part.
+    /// True if it has finished its part.
     pub is_done: bool,
-    /// True if it said that it ended.
+    /// True if it recorded that it ended.
     has_left: bool,
     evidence: Option<[u8; 32]>,
 }
@@ -295,7 +296,7 @@ pub struct Log {
 impl Log {
     /// The journal `name` of a staging folder as it is now.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(crate) fn read(folder: &Dir, name: &str) -> Result<Log> {
         let journal = Journal::read_only(folder, name)?;
         let (mut who, mut open, mut edges) = (None, BTreeSet::new(), Vec::new());
@@ -324,7 +325,7 @@ impl Log {
         Ok(Log { nonce, journal, who, open, edges, is_done: evidence.is_some(), has_left, evidence })
     }
 
-    /// True if it has ended for certain: it says so, or its process is no more.
+    /// True if it has certainly ended: its journal says so, or its process no longer exists.
     pub fn has_ended(&self) -> bool {
         self.is_done || self.has_left || self.is_dead()
     }
@@ -336,16 +337,16 @@ impl Log {
 
     /// The bytes of an edge.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn edge(&self, edge: &Edge) -> Result<Vec<u8>> {
         let mut bytes = memory::allocate(edge.len as usize)?;
         self.journal.bytes_at(edge.place, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// What it has learnt.
+    /// Its evidence.
     ///
-    /// Errors: `IO` if that is not what it wrote; what the system says.
+    /// Errors: `IO` if the evidence is not as it was written; errors of the system.
     pub(crate) fn evidence(&self, folder: &Dir) -> Result<Vec<u8>> {
         let name = format!("{EVIDENCE}{}", self.nonce);
         let found = folder.read_small(&name, MAX_EVIDENCE).at(&folder.join(&name), "cannot read")?;
@@ -359,9 +360,9 @@ impl Log {
     }
 }
 
-/// Who a member is, and whether it has done all of its part, as the two ends of its journal tell.
+/// A member's identity, and whether it has finished its part, by the two ends of its journal.
 ///
-/// Errors: what the system says.
+/// Errors: those of the system.
 pub(crate) fn glance(folder: &Dir, name: &str) -> Result<(Option<Who>, bool)> {
     let mut who = None;
     let end = Journal::glance(folder, name, &mut |record| {
@@ -379,7 +380,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// True if the journal of a member has changed since the look before.
+    /// True if the journal of a member has changed since the last look.
     pub(crate) fn moves(&mut self, folder: &Dir, nonce: &str) -> bool {
         // Opened anew each time: a file server's client tells the length then.
         let name = format!("{MEMBER}{nonce}");
@@ -389,9 +390,9 @@ impl Watch {
     }
 }
 
-/// Copies a data file to a file of its own, so that descriptors of the old one reach nothing that is published.
+/// Copies a data file to a new file, so that descriptors of the old one do not reach the published file.
 ///
-/// Errors: what the system says.
+/// Errors: those of the system.
 pub(crate) fn renew(folder: &Dir, name: &OsStr) -> Result<()> {
     let path = folder.join(name);
     let mut fresh = name.to_os_string();

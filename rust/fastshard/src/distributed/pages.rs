@@ -39,8 +39,8 @@ impl Pages {
         Pages(ranges.into_iter().map(shared).collect())
     }
 
-    /// Cuts bytes that go to `offset` of a file where pages begin or end that several parts write to: calls `each` with
-    /// the offset, the bytes, and whether they lie in such a page.
+    /// Cuts bytes for `offset` of a file at the bounds of pages that several parts write to. It calls `each`
+    /// with the offset, the bytes, and whether they are in such a page.
     pub(super) fn split<'b, E>(
         &self,
         file: u32,

@@ -1,4 +1,5 @@
-//! Where the tiles of one part of a shared run go: files opened and closed one after another, edges, a journal.
+//! The sink for the tiles of one part of a shared run: files that are opened and closed one after another,
+//! edges, a journal.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,7 +38,7 @@ pub(super) struct PartSink<'a> {
     /// Outputs whose tiles come with their CRC32.
     checksummed: Vec<bool>,
     slots: Vec<Mutex<Slot>>,
-    /// Bytes of each file that this part has still to make.
+    /// Bytes of each file that this part must still make.
     left: Vec<AtomicU64>,
     backlog: Backlog<'a>,
     space: Space,
@@ -46,8 +47,8 @@ pub(super) struct PartSink<'a> {
 }
 
 impl<'a> PartSink<'a> {
-    /// A sink for `share` of a run. Unless it is the first to write there it leaves no holes: what an earlier process has
-    /// written would show in them.
+    /// A sink for `share` of a run. It leaves holes only if it is the first to write there: otherwise, data
+    /// of an earlier process would show in them.
     pub(super) fn new(
         run: &Run<'a>,
         member: &'a Member,
@@ -94,12 +95,12 @@ impl<'a> PartSink<'a> {
         Ok(file)
     }
 
-    /// Brings to disk and records what is written.
+    /// Syncs and records the written data.
     pub(super) fn flush(&self) -> Result<()> {
         self.backlog.flush(&|file| self.sync(file))
     }
 
-    /// Does `work`, whose tiles are brought to disk meanwhile.
+    /// Runs `work`, and syncs its tiles to disk meanwhile.
     pub(super) fn flush_during<T>(&self, control: &Control, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.backlog.flush_during(&|file| self.sync(file), control, work)
     }
@@ -109,9 +110,9 @@ impl<'a> PartSink<'a> {
         file.map_or(Ok(()), |file| file.sync())
     }
 
-    /// Lets go of all files; what was written of them and is not journalled is made again by whoever goes on.
+    /// Closes all files; the process that continues makes data anew that was written but not recorded.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(super) fn close(&self) -> Result<()> {
         self.flush()?;
         (0u32..).zip(&self.slots).try_for_each(|(number, _)| self.close_file(number))
@@ -130,7 +131,7 @@ impl<'a> PartSink<'a> {
         }
     }
 
-    /// Takes note of a tile that is on its way to disk, and lets go of its file if it was the last one there.
+    /// Records a tile that is on its way to disk, and closes its file if it was the last one there.
     fn count(&self, output: usize, tile: &TileDone) -> Result<()> {
         let about = &self.plan.outputs[output];
         let bytes = ((tile.index + 1) * tile.size).min(about.nbytes()) - tile.index * tile.size;

@@ -34,17 +34,18 @@ use earlier::{is_of, spot_check, Earlier};
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
-/// Largest tile where ranks make what lies on their own disks, in bytes: the smaller, the fewer are made of several.
+/// Largest tile if ranks make tiles from their own disks, in bytes: the smaller, the fewer tiles need several
+/// disks.
 const NEAR_TILE: u64 = 256 << 10;
-/// What the parts are called with: digests of the files of each rank, where these lie on their own disks.
+/// The arguments of the parts: digests of the files of each rank, if the files are on the ranks' own disks.
 const STAMPS: &str = "stamps";
 
-/// What is made, as it is written down once for all rounds.
+/// The work, as it is recorded once for all rounds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Work {
-    /// Size of tiles, and how many outputs after one another have it.
+    /// Size of tiles, and the number of consecutive outputs that have it.
     sizes: Vec<(u64, u32)>,
-    /// What the parts are called with, in the words of whoever began.
+    /// The arguments of the parts, in the form of the process that began the run.
     about: serde_json::Value,
 }
 
@@ -58,11 +59,11 @@ fn in_runs(sizes: &[u64]) -> Vec<(u64, u32)> {
     sizes.chunk_by(|a, b| a == b).map(|same| (same[0], same.len() as u32)).collect()
 }
 
-/// Who makes what in a round.
+/// The division of work in a round.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Division {
     shares: Vec<Share>,
-    /// Members of earlier rounds whose work counts as it is, and what they have made.
+    /// Members of earlier rounds whose work counts unchanged, and their work.
     adopted: Vec<(String, Share)>,
 }
 
@@ -84,29 +85,29 @@ fn work_of(shared: &Shared) -> Result<Work> {
     })
 }
 
-/// A run that has begun: its files are there, its first or next round is open.
+/// A run that has begun: its files exist, and its first or next round is open.
 #[derive(Debug)]
 pub struct Begun {
-    /// Held as long as nobody else may conclude the run.
+    /// The staging folder, held while nobody else may conclude the run.
     pub staging: Staging,
     /// The run.
     pub shared: Shared,
-    /// The round that is open; none if the result is complete already and has only to be published.
+    /// The open round; none if the result is already complete and must only be published.
     pub round: Option<Round>,
     /// Bytes that each part makes.
     pub bytes: Vec<u64>,
-    /// What was noticed.
+    /// The findings.
     pub findings: Vec<Finding>,
 }
 
-/// Begins a run of `parts` parts, or with `resume` the next round of one: checks the destination, makes all files at
-/// their full size, and divides what is to be done.
+/// Begins a run of `parts` parts, or with `resume` the next round of one: checks the destination, makes all
+/// files at their full size, and divides the work.
 ///
-/// `about` is what the parts are called with: it is kept for them. Members that may be at work are given `patience` of
-/// the options to show a sign of life.
+/// `about` has the arguments of the parts and is stored for them. Members that may be at work have the
+/// options' `patience` to show a sign of life.
 ///
 /// # Errors
-/// As [`crate::write::write`]; `FS509` if processes are at work on the run; `FS515` if it would not be brought to disk.
+/// As [`crate::write::write`]; `FS509` if processes are at work on the run; `FS515` without syncing to disk.
 pub fn begin(run: &Run<'_>, parts: usize, about: serde_json::Value) -> Result<Begun> {
     let Run { plan, roots, out, options, .. } = *run;
     let digest = plan.digest();
@@ -221,7 +222,8 @@ fn data_files(plan: &Plan) -> impl Iterator<Item = (u32, &OutFile)> {
     (0u32..).zip(&plan.files).filter(|(_, file)| !matches!(file.form, Form::Arrays(_)))
 }
 
-/// Stores of arrays are written by whoever concludes: one process encodes and indexes them.
+/// True for stores of arrays, which the process that concludes the run writes: one process encodes and
+/// indexes them.
 fn is_array(plan: &Plan, output: usize) -> bool {
     matches!(plan.files[plan.outputs[output].file as usize].form, Form::Arrays(_))
 }
@@ -241,7 +243,7 @@ fn refuse_living(shared: &Shared, patience: &Patience, control: &Control) -> Res
         .into())
 }
 
-/// Refuses to go on with what was made of files whose status was changed since, where nobody can read them all again.
+/// Refuses to continue with work on files whose status has changed since, if nobody can read them all again.
 fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
     let (then, now) = (work_of(shared)?.about.get(STAMPS).cloned(), about.get(STAMPS));
     match (then, now) {
@@ -257,8 +259,9 @@ fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
     }
 }
 
-/// Makes all data files at their full size, with all that stands around the tensors; those that were not there. `member`
-/// is this process: stopped here, it may go on when others have published what it has open.
+/// Makes all data files at their full size, with the content around the tensors, and returns the new ones.
+/// `member` is this process: if it is stopped here, it may continue after others have published the files
+/// that it has open.
 fn make_files(run: &Run<'_>, staging: &Staging, member: &Member) -> Result<BTreeSet<u32>> {
     let Run { plan, files, options, control, .. } = *run;
     let data = || data_files(plan);
@@ -282,7 +285,7 @@ fn make_files(run: &Run<'_>, staging: &Staging, member: &Member) -> Result<BTree
     Ok(remade)
 }
 
-/// Tells whether a part was made now or before.
+/// Whether a part was made now or before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartOutcome {
     /// This process has made it.
@@ -291,7 +294,8 @@ pub enum PartOutcome {
     Before,
 }
 
-/// Makes a part of a round. A process that had begun it is replaced if nothing was heard of it for the options' `patience`.
+/// Makes a part of a round. A process that had begun it is replaced if it shows no sign of life for the
+/// options' `patience`.
 ///
 /// # Errors
 /// As [`crate::write::write`]; `FS509` if another process makes this part, or if the round is over.
@@ -359,16 +363,16 @@ pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Re
     }
 }
 
-/// Parts of a round that nobody has done yet, in order.
+/// Parts of a round that nobody has finished yet, in order.
 ///
 /// # Errors
-/// What the system says.
+/// Errors of the system.
 pub fn missing_parts(shared: &Shared, round: &Round) -> Result<Vec<u32>> {
     let done = shared.done_parts(round.number)?;
     Ok((0..round.parts).filter(|part| !done.contains(part)).collect())
 }
 
-/// Goes on with a run of several processes as its only one: makes what is left of it, and publishes.
+/// Continues a run of several processes as its only process: makes the remaining tiles, and publishes.
 ///
 /// # Errors
 /// As [`crate::write::write`].

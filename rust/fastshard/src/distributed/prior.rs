@@ -1,4 +1,4 @@
-//! The work of processes that are done, as the one that concludes their run takes it.
+//! The work of finished processes, as the one that concludes their run takes it over.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ pub(crate) struct Prior {
     pub(super) adopted: BTreeSet<String>,
     pub(crate) evidence: Vec<Evidence>,
     pub(crate) sizes: Vec<u64>,
-    /// Files to which nothing is to be written any more.
+    /// Files that need no more writing.
     pub(crate) complete: Vec<bool>,
     pub(crate) provenance: Provenance,
 }

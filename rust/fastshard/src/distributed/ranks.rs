@@ -1,4 +1,4 @@
-//! A run by ranks that have met: rank 0 begins and concludes, all make parts, nobody goes on alone.
+//! A run by ranks that have met: rank 0 begins and concludes it, all make parts, and none continues alone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -18,14 +18,14 @@ use crate::write::complete::roll_forward;
 use crate::write::options::{document, Run};
 use crate::write::resume::resumable;
 
-/// Time between two looks at what the others do.
+/// Time between two looks at the progress of the others.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Writes and publishes a plan's result together with the other ranks of `meeting`, which hold the same plan.
 ///
 /// # Errors
-/// As [`crate::write::write`], here and for what another rank stopped for; `FS523` if one is gone; `FS524` if ranks hold
-/// different plans.
+/// As [`crate::write::write`], for this rank and for others that stopped; `FS523` if one is gone; `FS524` if
+/// ranks hold different plans.
 pub fn write_together(
     run: &Run<'_>,
     meeting: &Meeting,
@@ -52,7 +52,7 @@ pub fn write_together(
 struct Together<'a> {
     run: &'a Run<'a>,
     meeting: &'a Meeting,
-    /// What the run is called, once that is known.
+    /// The name of the run, once it is known.
     nonce: OnceLock<String>,
 }
 
@@ -107,7 +107,8 @@ impl Together<'_> {
         parts::conclude(run, staging, &shared, findings)
     }
 
-    /// Publishes what an earlier run has completed, or ends its clean-up, which may have lost all that told of parts.
+    /// Publishes the result that an earlier run has completed, or ends its clean-up, which may have removed
+    /// all records of parts.
     fn finish(&self) -> Result<Option<(Manifest, Vec<Finding>)>> {
         let Run { plan, out, options, .. } = *self.run;
         let digest = plan.digest();

@@ -222,7 +222,7 @@ impl Shared {
 
     /// The round that has begun last, once it is ready.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn round(&self) -> Result<Option<Round>> {
         for number in (1..=self.claims()?).rev() {
             let name = format!("{ROUND}{number}.json");
@@ -249,7 +249,7 @@ impl Shared {
 
     /// All journals as they are now.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn logs(&self) -> Result<Vec<Log>> {
         let names = entries(&self.folder)?;
         names
@@ -261,7 +261,7 @@ impl Shared {
 
     /// Parts of a round that somebody has done all of.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn done_parts(&self, round: u32) -> Result<BTreeSet<u32>> {
         let mut done = BTreeSet::new();
         for name in entries(&self.folder)?.iter().filter(|name| name.starts_with(MEMBER)) {
@@ -282,7 +282,7 @@ impl Shared {
     /// Members that may be at work: they do not say that they have ended, their process is not proven dead, and within
     /// `patience` they show a sign of life.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn alive(&self, patience: &Patience, go_on: &dyn Fn() -> bool) -> Result<Vec<Who>> {
         self.alive_of(&|_| true, patience, go_on)
     }
@@ -321,7 +321,7 @@ impl Shared {
 
     /// Begins the next round: from now on no other process writes to what becomes the result.
     ///
-    /// Errors: `LOCKED` if another process does so at the same time; what the system says.
+    /// Errors: `LOCKED` if another process does so at the same time; errors of the system.
     pub fn claim(&self) -> Result<Claimed> {
         self.refuse_sealed()?;
         let number = self.claims()? + 1;
@@ -389,7 +389,7 @@ impl Shared {
 
     /// True if the last round has another directory than `data`: what was sealed there was overtaken.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(crate) fn is_overtaken(&self, data: &str) -> Result<bool> {
         let name = format!("{CLAIM}{}", self.claims()?);
         let bytes = self.folder.read_small(&name, MAX_OWN).at(&self.folder.join(&name), "cannot read")?;
@@ -411,7 +411,7 @@ impl Shared {
 
     /// Lets the parts of a round begin.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn open_round(&self, claimed: &Claimed, parts: u32, work: serde_json::Value) -> Result<Round> {
         let round = Round { number: claimed.number, nonce: claimed.nonce.clone(), parts, work };
         let name = format!("{ROUND}{}.json", round.number);
@@ -421,7 +421,7 @@ impl Shared {
 
     /// Takes up a part of a round. One that somebody has begun is taken over if nothing was heard of it for `patience`.
     ///
-    /// Errors: `LOCKED` if another process is at work on it; what the system says.
+    /// Errors: `LOCKED` if another process is at work on it; errors of the system.
     pub fn join(
         &self,
         round: &Round,
@@ -450,7 +450,7 @@ impl Shared {
 
     /// A data file as the parts have written it, for reading.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn written(&self, claimed: &Claimed, name: &str, size: u64) -> Result<OutFile> {
         let path = self.folder.join(&claimed.data);
         let data = self.folder.sub(OsStr::new(&claimed.data)).at(&path, "cannot open")?;
@@ -460,7 +460,7 @@ impl Shared {
 
     /// Takes up what only one process does in a round: to make the files before the parts begin, or to conclude the run.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn preside(&self, claimed: &Claimed, clock: &Clock) -> Result<Member> {
         Member::begin(
             &self.folder,

@@ -30,8 +30,8 @@ pub fn all_tiles(plan: &Plan, sizes: &[u64], left_out: &dyn Fn(usize) -> bool) -
     order.map(whole).filter(|run| run.end > 0).collect()
 }
 
-/// Divides runs of tiles into `parts` of equal bytes, but for half a tile at each cut; what a part makes lies together
-/// in the order of `tiles`.
+/// Divides runs of tiles into `parts` of equal bytes, up to half a tile at each cut; the tiles of a part are
+/// consecutive in the order of `tiles`.
 pub fn divide(plan: &Plan, sizes: &[u64], tiles: &[TileRun], parts: usize) -> Vec<Share> {
     let total = u128::from(bytes(plan, sizes, tiles));
     let cut = |part: usize| (total * part as u128 / parts as u128) as u64;
@@ -65,8 +65,9 @@ pub fn divide(plan: &Plan, sizes: &[u64], tiles: &[TileRun], parts: usize) -> Ve
     shares
 }
 
-/// Divides runs of tiles among ranks so that each makes what lies on its own disk: `ranks` has one for each root of the
-/// plan's sources, which are `files`, `parts` of them. A tile whose bytes lie on several goes to the one that has most of it.
+/// Divides runs of tiles among ranks so that each makes what lies on its own disk: `ranks` has one for each
+/// root of the plan's sources, which are `files`, `parts` of them. A tile whose bytes are on several disks
+/// goes to the rank that has most of them.
 pub fn divide_near(
     plan: &Plan,
     files: &[Arc<SourceFile>],
@@ -134,7 +135,7 @@ pub fn divide_near(
     shares
 }
 
-/// Bytes of an output that are made of a blob, and the range in which they lie.
+/// Bytes of an output that are made from a blob, and their range.
 pub(crate) struct Reach {
     pub(crate) blob: u32,
     lo: u64,
@@ -153,7 +154,7 @@ pub fn files_of(plan: &Plan, output: &Output) -> BTreeSet<u32> {
     reaches(plan, output).iter().map(|reach| plan.blobs[reach.blob as usize].file).collect()
 }
 
-/// Which bytes of an output are made of which blobs, as far as can be told without reading.
+/// The blobs from which the bytes of an output are made, as far as this is known without reading.
 pub(crate) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
     let mut found = Vec::new();
     for part in output.parts.iter().filter(|part| part.volume() > 0) {
@@ -230,7 +231,7 @@ fn reach(
     Some((first * item, (last + 1) * item, count * item))
 }
 
-/// What of `tiles` is not in `done`.
+/// The tiles that are in `tiles` and not in `done`.
 pub fn without(tiles: &[TileRun], done: &[TileRun]) -> Vec<TileRun> {
     let mut by_output: BTreeMap<u32, Vec<(u64, u64)>> = BTreeMap::new();
     for run in done {

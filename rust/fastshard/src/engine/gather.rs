@@ -98,7 +98,7 @@ impl<'p> Sources<'p> {
     /// Says that something is about to be read once more, to be compared.
     ///
     /// # Errors
-    /// `FS510` once the run is told to stop.
+    /// `FS510` once the run must stop.
     pub fn begin_comparison(&self) -> Result<()> {
         self.check_running()?;
         let number = self.compared.fetch_add(1, Ordering::Relaxed);
@@ -108,7 +108,7 @@ impl<'p> Sources<'p> {
         Ok(())
     }
 
-    /// Ends what reads, compares or searches once the run is told to stop. Whatever reads asks here; loops that read
+    /// Ends what reads, compares or searches once the run must stop. Whatever reads asks here; loops that read
     /// nothing ask themselves.
     ///
     /// # Errors

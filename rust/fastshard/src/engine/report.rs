@@ -258,7 +258,7 @@ impl Zeros {
     /// True if that many bytes with this hash are zero.
     ///
     /// # Errors
-    /// `FS510` once the run is told to stop.
+    /// `FS510` once the run must stop.
     fn has(&mut self, count: u64, hash: &[u8; 32], control: &Control) -> Result<bool> {
         if let Some(of_zeros) = self.0.get(&count) {
             return Ok(of_zeros == hash);

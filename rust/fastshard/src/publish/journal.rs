@@ -106,7 +106,7 @@ impl Journal {
 
     /// Brings to disk what has to be there before the first record: the plan, and the way to it.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(super) fn secure(&self) -> Result<()> {
         let mut anchor = self.anchor.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(unsynced) = &*anchor {
@@ -165,14 +165,14 @@ impl Journal {
     /// [`Journal::read`] finds them. Records that were never synced (`fsync` off) are left out if the
     /// machine was restarted since.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn replay(&self, each: &mut dyn FnMut(u64, &[u8])) -> Result<()> {
         replay(&self.file, self.earlier, &boot_id(), each).at(&self.path, "cannot read").map(drop)
     }
 
     /// The record at `place`, as [`Journal::replay`] gave it, in `buffer`; of a longer one the beginning.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn read<'b>(&self, place: u64, buffer: &'b mut [u8]) -> Result<&'b [u8]> {
         let mut header = [0; HEADER];
         let start = place.saturating_sub(1 + HEADER as u64);
@@ -186,14 +186,14 @@ impl Journal {
 
     /// Fills `bytes` with those of a record, from `place` on.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn bytes_at(&self, place: u64, bytes: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(bytes, place).at(&self.path, "cannot read")
     }
 
     /// Lets others see what is appended: on one machine they do, on others once it is on the file server.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn show(&self) -> Result<()> {
         if disk::is_network(&self.file) {
             self.file.sync_data().at(&self.path, "cannot bring to disk")?;

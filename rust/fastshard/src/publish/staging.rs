@@ -208,14 +208,14 @@ impl Staging {
 
     /// The shared run whose folder this is, if it is one's.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn shared(&self) -> Result<Option<Shared>> {
         Shared::find(&self.run.folder)
     }
 
     /// Makes this the folder of a shared run that makes `files` (name and size in bytes).
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn share(&self, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
         self.journal.secure()?;
         Shared::begin(&self.run.folder, files, work)
@@ -237,7 +237,7 @@ impl Staging {
 
     /// Opens the data file `name`, which is there, for reading only.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn read_only(&self, name: &str, size: u64) -> Result<OutFile> {
         self.check(name)?;
         let (folder, last) =
@@ -270,7 +270,7 @@ impl Staging {
     /// True if the manifest in [`Staging::path`] is that of the result that was sealed: after an exchange the
     /// older result lies there.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn holds_sealed(&self) -> Result<bool> {
         self.run.seal.as_ref().map_or(Ok(false), |seal| seal.is_in(&self.run.folder, self.run.place.inside))
     }
@@ -278,7 +278,7 @@ impl Staging {
     /// Takes the seal off, so that the result can be written to again; false where a part of it has appeared
     /// already.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn unseal(&mut self) -> Result<bool> {
         let Some(seal) = &self.run.seal else { return Ok(true) };
         if !seal.is_untouched(&self.run.place, &self.run.folder)? {
@@ -319,7 +319,7 @@ impl Staging {
     /// Removes whatever an earlier run left but the files `names`: what this run does not write must not be
     /// published with it.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn keep_only(&self, names: &BTreeSet<&str>) -> Result<()> {
         self.refuse_sealed()?;
         content::prune(&self.data()?, "", names)
@@ -343,7 +343,7 @@ impl Staging {
 
     /// Opens or creates the data file `name` with exactly `size` bytes.
     ///
-    /// Errors: `UNSAFE_PATH` unless `name` stays below the result; `NO_SPACE`; what the system says.
+    /// Errors: `UNSAFE_PATH` unless `name` stays below the result; `NO_SPACE`; errors of the system.
     pub fn file(&self, name: &str, size: u64, space: Space) -> Result<OutFile> {
         let (folder, last) = self.target(name)?;
         OutFile::open(&folder, last, size, space, self.run.options.fsync, self.run.options.io)
@@ -359,7 +359,7 @@ impl Staging {
 
     /// Brings a file's data to disk, if that is asked for or the filesystem reports lost writes no earlier.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn sync(&self, file: &File, path: &Path) -> Result<()> {
         match self.run.options.fsync || disk::is_network(file) {
             true => disk::sync_all(file, path).at(path, "cannot bring to disk"),
@@ -440,7 +440,7 @@ impl Staging {
     /// Every file of the result as it lies here, by name, as the manifest lists it: small ones by their
     /// hash, large ones by size and time. The manifest itself is left out.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub fn listing(&self) -> Result<Vec<ManifestFile>> {
         let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let mut files = Vec::new();
@@ -454,7 +454,7 @@ impl Staging {
     ///
     /// Gives warnings about what could not be cleaned up. On an error the folder is kept.
     /// Errors: `PUBLISH_CONFLICT` if the destination is not what it was at [`Staging::begin`];
-    /// `USAGE` if a name in `last` was not written; `INTERRUPTED`; what the system says. One that comes
+    /// `USAGE` if a name in `last` was not written; `INTERRUPTED`; errors of the system. One that comes
     /// after the result appeared says so ([`Error::is_after_publishing`]).
     pub fn publish(self, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
         let is_shared = self.run.seal.is_none() && self.shared()?.is_some();

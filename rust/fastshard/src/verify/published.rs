@@ -74,7 +74,7 @@ pub fn files(
 /// The entry of a file without tensors in an inventory of what is there.
 ///
 /// # Errors
-/// What the system says.
+/// Errors of the system.
 pub fn entry(root: &Path, name: &str) -> Result<ManifestFile> {
     let path = root.join(name);
     let size = std::fs::metadata(&path).map_err(|e| Error::io(&path, "cannot stat", &e))?.len();

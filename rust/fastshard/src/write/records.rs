@@ -92,7 +92,7 @@ impl<'j> Claims<'j> {
     /// What journals claim of `outputs` outputs, `file_of` telling the file of each; of two that claim the same tile
     /// the adopted one counts, else the later one.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(crate) fn of(
         journals: Vec<TileJournal<'j>>,
         outputs: usize,
@@ -131,7 +131,7 @@ impl<'j> Claims<'j> {
 
     /// The record of a tile of `size` bytes, and whether it is adopted.
     ///
-    /// Errors: what the system says.
+    /// Errors: those of the system.
     pub(crate) fn get(&self, output: usize, index: u64, size: u64) -> Result<Option<(TileDone, bool)>> {
         let Some(claims) = self.claims.get(output) else { return Ok(None) };
         let Ok(at) = claims.binary_search_by_key(&index, |claim| claim.index) else { return Ok(None) };

@@ -63,7 +63,7 @@ pub struct Seen {
 pub struct Card {
     /// Its number, and of how many.
     pub rank: u32,
-    /// How many ranks there are.
+    /// The number of ranks.
     pub world: u32,
     /// This process, as no other one is called.
     pub(super) nonce: String,
