@@ -13,7 +13,7 @@ use crate::storage::SourceFile;
 /// The size in bytes of each output's tiles, as the budget of `options` allows them.
 ///
 /// # Errors
-/// `FS512` with the least that is needed.
+/// `FS512` with the minimum that is needed.
 pub fn tiling(plan: &Plan, options: &Options) -> Result<Vec<u64>> {
     budget::divide(plan, options, None).map(|(sizes, _)| sizes)
 }

@@ -7,17 +7,17 @@ use crate::steps::Step;
 
 type Call = dyn Fn(&Control, Step) + Send + Sync;
 
-/// The call that a test makes in this process where a run that it controls comes to a place of the engine.
+/// A test's callback in this process, called when a run reaches a place of the engine.
 #[derive(Clone, Default)]
 pub struct At(Option<Arc<Call>>);
 
 impl At {
-    /// Calls `call` at each place, in the thread that has come there.
+    /// Calls `call` at each place, in the thread that reached it.
     pub fn new(call: impl Fn(&Control, Step) + Send + Sync + 'static) -> At {
         At(Some(Arc::new(call)))
     }
 
-    /// Says that a run has come to a place.
+    /// Reports that a run has reached a place.
     pub(crate) fn call(&self, control: &Control, step: Step) {
         if let Some(call) = &self.0 {
             call(control, step);

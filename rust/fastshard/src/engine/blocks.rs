@@ -1,8 +1,8 @@
-//! Decoded blocks (zarr chunks): each is decoded once, held while it fits, put aside on disk while it does not.
+//! Decoded blocks (zarr chunks): each is decoded once, and kept in memory if it fits, else on disk.
 //!
-//! A block is as large as the writer made it, and where the grids of source and target differ, many tiles
-//! need a part of it each. What does not fit in memory until its last reader is done goes to an unnamed
-//! file that is read through its map, so that nothing is decoded twice.
+//! A block is as large as the writer made it, and if the grids of source and target differ, many tiles need a
+//! part of it. A block that does not fit in memory until its last reader is done goes to an unnamed file that
+//! is read through its map, so that nothing is decoded twice.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -19,13 +19,13 @@ use super::without_panic;
 
 /// Places in the file begin on pages, so that a range can be given back.
 const PAGE: u64 = 4096;
-/// Buffers kept for reuse at most.
+/// Maximum number of buffers kept for reuse.
 const MAX_SPARE: usize = 4;
 
 /// Runs of a block that are sampled, and bytes of each.
 const SAMPLES: usize = 64;
 const SAMPLE: usize = 64;
-/// The sample of a block in which only one value is seen.
+/// The sample of a block that shows only one value.
 pub const CONSTANT: u64 = 1;
 
 /// A digest of runs that are spread over a block: blocks with different ones are different.
@@ -44,14 +44,14 @@ pub fn sample_of(bytes: &[u8]) -> u64 {
     digest.max(CONSTANT + 1)
 }
 
-/// Bytes of a block, held by those who read from them.
+/// Bytes of a block, shared by their readers.
 type Bytes = Arc<Box<dyn BlockBytes>>;
 
 fn len(bytes: &Bytes) -> u64 {
     bytes.bytes().len() as u64
 }
 
-/// A block's bytes, or where they are.
+/// A block's bytes, or their place.
 pub enum Block<'b> {
     /// In memory.
     InMemory(Bytes),
@@ -61,7 +61,7 @@ pub enum Block<'b> {
 
 #[derive(Debug)]
 enum Slot {
-    /// A worker decodes it or puts it aside.
+    /// A worker decodes it or stores it on disk.
     Busy,
     InMemory {
         bytes: Bytes,
@@ -105,7 +105,7 @@ pub struct Blocks {
     size: u64,
     /// [`sample_of`] each block that was decoded; 0 for others.
     samples: Vec<AtomicU64>,
-    /// What parts of matrices begin with.
+    /// Samples of the beginnings of parts of matrices.
     pub(super) parts: PartSamples,
 }
 
@@ -162,7 +162,7 @@ impl Blocks {
         Ok(self.file.get().expect("set above"))
     }
 
-    /// The block `blob`, decoded from `source` unless it was before.
+    /// The block `blob`, decoded from `source` unless it was decoded before.
     pub fn get(&self, plan: &Plan, blob: u32, source: &SourceFile) -> Result<Block<'_>> {
         let about = &plan.blobs[blob as usize];
         let mut state = self.state();
@@ -222,7 +222,7 @@ impl Blocks {
         result
     }
 
-    /// Puts blocks aside, those first that were not used for longest, until what is held fits.
+    /// Stores blocks on disk, the least recently used ones first, until the others fit.
     fn make_room<'s>(&'s self, mut state: MutexGuard<'s, State>) -> Result<()> {
         while state.in_memory > self.capacity {
             // One that a worker reads from cannot go; then there is no more to be done.
@@ -300,7 +300,7 @@ impl Blocks {
         }
     }
 
-    /// Bytes decoded and bytes put aside so far.
+    /// Bytes decoded, and bytes stored on disk so far.
     pub fn traffic(&self) -> (u64, u64) {
         let state = self.state();
         (state.decoded, state.aside)

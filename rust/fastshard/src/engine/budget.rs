@@ -17,27 +17,28 @@ use super::{Options, MIN_TILE};
 const PLAIN_TILE: u64 = 1 << 20;
 /// Source runs of a transposed read should be at least this long.
 const MIN_RUN: u64 = 4096;
-/// The same where the source is decoded into memory first.
+/// The same if the source is decoded into memory first.
 const MIN_RUN_IN_MEMORY: u64 = 256;
-/// Most bytes of decoded blocks held, where there is memory for more.
+/// Maximum bytes of decoded blocks, even if there is memory for more.
 const MAX_BLOCKS: u64 = 1 << 30;
-/// Memory that decoding a block takes, in blocks: what is stored, and the decoder's own copy of the result.
+/// Memory for decoding a block, in blocks: the stored bytes, and the decoder's own copy of the result.
 const DECODING: u64 = 2;
-/// Memory that such a library takes besides.
+/// Further memory of such a library.
 const LIBRARY: u64 = 24 << 20;
-/// Bytes of memory per byte of a name of an output, for what is written of it: headers, a manifest and its text.
+/// Bytes of memory per byte of an output's name, for headers, a manifest and its text.
 const PER_NAME_BYTE: u64 = 4;
-/// Bytes of memory per output besides: its hash, and its entry in what is written of it. Some 800 were measured.
+/// Further bytes of memory per output: its hash, and its entry in headers and manifest. Some 800 were
+/// measured.
 const PER_OUTPUT: u64 = 800;
-/// The same for an output's statistics, as they are gathered and as Python has them: some 2500 were measured.
+/// The same for an output's statistics, in the core and in Python: some 2500 were measured.
 const PER_STATISTICS: u64 = 2500;
-/// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
+/// The same for encoding: the input, the encoder's copy, and the output that waits until it is stored.
 const ENCODING: u64 = 4;
-/// Part of the memory that checksums of what is read out of order may take, and the most of it in bytes.
+/// Share of the memory for checksums of data read out of order, and its maximum in bytes.
 const CHECKSUMS_PART: u64 = 16;
 const MAX_CHECKSUMS: u64 = 16 << 20;
 
-/// Where the memory goes, in bytes.
+/// The use of memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryUse {
     /// Anonymous memory of the process when the run began.
@@ -80,13 +81,13 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
     wanted.min(output.nbytes().next_power_of_two().max(1024))
 }
 
-/// True if a tensor's elements have to be decoded.
+/// True if a tensor's elements must be decoded.
 fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
     first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
 }
 
 impl MemoryUse {
-    /// Gives room to up to `waiting` workers more, which wait for a disk; how many there are then.
+    /// Makes room for up to `waiting` more workers, which wait for a disk; returns the number that fits.
     pub(super) fn make_room(&mut self, waiting: u64) -> u64 {
         let more = waiting.min(self.spare);
         self.spare -= more;
@@ -95,10 +96,10 @@ impl MemoryUse {
     }
 }
 
-/// Checks that the memory budget holds what the plan needs, before anything is made for it.
+/// Checks that the memory budget suffices for the plan, before the run begins.
 ///
 /// # Errors
-/// `FS512` with the least that is needed.
+/// `FS512` with the minimum that is needed.
 pub fn admit(plan: &Plan, options: &Options) -> Result<()> {
     divide(plan, options, None).map(|_| ())
 }
@@ -106,7 +107,7 @@ pub fn admit(plan: &Plan, options: &Options) -> Result<()> {
 /// Divides the memory budget: tile sizes per output, unless `fixed` states them, and the number of workers.
 ///
 /// # Errors
-/// `FS512` with the least that is needed.
+/// `FS512` with the minimum that is needed.
 pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> Result<(Vec<u64>, MemoryUse)> {
     kernel::trim();
     let baseline = anonymous_memory();

@@ -1,4 +1,4 @@
-//! Reads the factors of what adapters make of values.
+//! Reads the factors of the changes that adapters make.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! CRC32 of source blobs, taken from what views read of them, in any order and within bounds.
+//! CRC32 of source blobs, computed from the data that views read, in any order and within bounds.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,13 +11,13 @@ use super::learnt::Segment;
 
 /// Memory of a segment, in bytes: an entry of a tree whose nodes are half full.
 const SEGMENT: u64 = 80;
-/// Segments that every blob may have, whatever others take.
+/// Segments that every blob may have, whatever the others use.
 const FEW: usize = 8;
 
-/// Whether a checksum must be taken.
+/// Whether a checksum must be computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Note {
-    /// If there is room: what is left out is read again at the end.
+    /// If there is room: ranges that are left out are read again at the end.
     Spare,
     /// In any case.
     Needed,
@@ -35,7 +35,7 @@ pub struct Checksums {
 }
 
 impl Checksums {
-    /// Of what is to be verified and compared in a plan, in about `memory` bytes.
+    /// For the blobs that a plan verifies and compares, in about `memory` bytes.
     pub fn new(plan: &Plan, memory: u64) -> Self {
         let tracked = tracked_blobs(plan);
         Checksums {
@@ -81,14 +81,14 @@ impl Checksums {
         self.of(blob).all().collect()
     }
 
-    /// Takes over what another process has seen of a blob, as far as there is room.
+    /// Takes over the checksums of a blob from another process, as far as there is room.
     pub fn know(&self, blob: u32, segments: &[Segment]) {
         if self.is_tracked(blob) {
             segments.iter().for_each(|&(offset, len, crc)| self.note(blob, offset, len, crc, Note::Spare));
         }
     }
 
-    /// Takes the checksum of `bytes`, which lie at `offset` of a blob, if it is tracked.
+    /// Adds the checksum of `bytes` at `offset` of a blob, if the blob is tracked.
     pub fn add(&self, blob: u32, offset: u64, bytes: &[u8], note: Note) {
         if !self.is_tracked(blob) {
             return;
@@ -110,8 +110,8 @@ impl Checksums {
         self.count.fetch_add(segments.len().wrapping_sub(before), Ordering::Relaxed);
     }
 
-    /// The first run of bytes from `at` on of which no checksum is known, up to the next cut or `end`: where it
-    /// begins, and how many there are.
+    /// The first run of bytes from `at` on without a known checksum, up to the next cut or `end`: its start
+    /// and length.
     pub fn gap(&self, blob: u32, at: u64, end: u64) -> Option<(u64, u64)> {
         let (lo, hi) = self.of(blob).gap(at, end)?;
         let cuts = &self.cuts[blob as usize];

@@ -1,4 +1,4 @@
-//! Values of codes, made box by box: codes and their scales are read for a box, and no more of them is held.
+//! Values of codes, made box by box: only the codes and scales of one box are in memory.
 
 use crate::boxes::SubBox;
 use crate::codes;
@@ -13,11 +13,11 @@ use super::pool::Buffers;
 use super::reads::shift;
 use super::windows::{box_of, for_each_box, for_each_window, groups_box, Window};
 
-/// Values that are made at a time: they stay in the first-level cache.
+/// Values made at a time: they stay in the first-level cache.
 const RUN: usize = 4096;
-/// Values that lie together in the result, at least, for them to be written there one run after another.
+/// Minimum length of contiguous runs in the result for writing values run by run.
 const LONG: u64 = 64;
-/// Numbers of the blocks that a window lies in.
+/// Numbers for the blocks of a window.
 struct Cells {
     values: Vec<f32>,
     /// Numbers of one row of blocks.
@@ -27,9 +27,9 @@ struct Cells {
     columns: Columns,
 }
 
-/// Which number of a row of blocks is a column's.
+/// The number in a row of blocks for each column.
 enum Columns {
-    /// Blocks of this length; the first column is so far into its own.
+    /// Blocks of this length; `first` is the offset of the first column in its block.
     Blocks { len: u64, first: u64 },
     /// Of each column.
     Groups(Vec<usize>),
@@ -56,7 +56,7 @@ impl Cells {
         }
     }
 
-    /// Calls `apply` with each number and the values of a row, from a column on, that it is of.
+    /// Calls `apply` with each number and the values of a row, from a column on, to which it applies.
     fn apply(&self, row: usize, column: usize, values: &mut [f32], apply: impl Fn(f32, &mut [f32])) {
         let numbers = self.row(row);
         match &self.columns {
@@ -76,15 +76,16 @@ impl Cells {
     }
 }
 
-/// Where values go that are made in the order of the codes, if many of them lie together there: the axes of the box, those a
-/// long step apart first, each with its length, its step in that order and its step in the result; and how many lie together.
+/// The places of values that are made in the order of the codes, if long runs of them are contiguous in the
+/// result: the axes of the box, those with long steps first, each with its length, its step in that order and
+/// its step in the result; and the length of the runs.
 struct Runs {
     axes: Vec<(u64, u64, u64)>,
     len: u64,
 }
 
 impl Runs {
-    /// How a box goes into `into`, if it is all of a window and enough values lie together.
+    /// The mapping of a box to `into`, if the box is a full window and its runs are long enough.
     fn of(axes: &[PartAxis], sub: &SubBox, own: &[u64], into: &Into) -> Option<Runs> {
         let steps = axes.iter().zip(&sub.len).zip(into.strides);
         let mut axes: Vec<(u64, u64, u64)> = steps
@@ -110,7 +111,7 @@ impl Runs {
         (len >= LONG || axes.is_empty()).then_some(Runs { axes, len })
     }
 
-    /// Puts values, which begin at place `at` in the order of the codes, into the result as `to`.
+    /// Writes values, which begin at place `at` in the order of the codes, to the result as `to`.
     fn put(&self, mut at: u64, mut values: &[f32], to: Dtype, base: u64, bytes: &mut [u8]) {
         while !values.is_empty() {
             let (here, after) = values.split_at(values.len().min((self.len - at % self.len) as usize));
@@ -124,7 +125,7 @@ impl Runs {
 }
 
 impl Sources<'_> {
-    /// Reads the box `part` of `axes` of the values that codes stand for, which are float32, as `to`.
+    /// Reads the box `part` of `axes` of the values of codes, which are float32, as `to`.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn read_coded(
         &self,
@@ -163,7 +164,8 @@ impl Sources<'_> {
         Ok(())
     }
 
-    /// Makes a box of a tensor's values, and hands them to `put` in the order of the codes: the place of the first, and values.
+    /// Makes a box of a tensor's values, and passes them to `put` in the order of the codes, with the place
+    /// of the first one.
     #[allow(clippy::too_many_arguments)]
     fn make_box(
         &self,
@@ -293,7 +295,7 @@ impl Sources<'_> {
         Ok(Some(all))
     }
 
-    /// The numbers of the blocks that a window lies in.
+    /// The numbers for the blocks of a window.
     fn cells(
         &self,
         stored: &StoredTensor,
@@ -366,7 +368,7 @@ impl Sources<'_> {
         Ok(named.into_iter().map(|group| group as u64).collect())
     }
 
-    /// What the codes are as numbers.
+    /// The numbers that the codes represent.
     fn table(&self, numbers: &Numbers, scratch: &mut [u8]) -> Result<[f32; 256]> {
         Ok(match *numbers {
             // Computed, which is faster.

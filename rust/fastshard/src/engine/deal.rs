@@ -1,13 +1,13 @@
 //! Deals the tiles of a run to its workers.
 //!
-//! A file that several threads write to is locked by each of them in turn, so each worker has files of its own while there
-//! are such: a stripe of the tiles, cut where the file changes.
+//! Threads that write to one file lock it in turn. So each worker has separate files as long as there are
+//! any: a stripe of the tiles, cut where the file changes.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::plan::tiles::TileRun;
 
-/// Tiles that follow on one another, by their places among all of a run.
+/// Consecutive tiles, by their places among all tiles of a run.
 #[derive(Debug)]
 struct Stripe {
     next: AtomicU64,
@@ -31,12 +31,12 @@ pub(super) struct Deal {
     begun: AtomicUsize,
 }
 
-/// The stripe that a worker has; none at first.
+/// The stripe of a worker; none at first.
 #[derive(Debug, Default)]
 pub(super) struct Hand(Option<usize>);
 
 impl Deal {
-    /// Deals `runs` to `workers`: by the files in which outputs lie, or all in one order without such.
+    /// Deals `runs` to `workers`: by the files of the outputs, or in one order if there are no files.
     pub(super) fn new(runs: Vec<TileRun>, workers: u64, file_of: Option<&dyn Fn(usize) -> u32>) -> Deal {
         let (mut first, mut total) = (Vec::with_capacity(runs.len()), 0);
         for run in &runs {
@@ -69,8 +69,8 @@ impl Deal {
         Deal { runs, first, stripes, begun: AtomicUsize::new(0) }
     }
 
-    /// The next tile for a worker: its output, and its number in there. One of its stripe, else of a stripe that nobody has
-    /// begun, else of the stripe of which most is left.
+    /// The next tile for a worker: its output, and its number in the output. It is from the worker's own
+    /// stripe, else from a stripe that nobody has begun, else from the stripe with the most remaining tiles.
     pub(super) fn take(&self, hand: &mut Hand) -> Option<(usize, u64)> {
         loop {
             if let Some(stripe) = hand.0.map(|number| &self.stripes[number]) {

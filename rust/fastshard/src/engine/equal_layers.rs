@@ -1,7 +1,7 @@
-//! Layers, and experts of a layer, whose matrices hold what those of another one hold.
+//! Layers, and experts of a layer, whose matrices equal those of another one.
 //!
-//! The outputs' hashes tell, so that nothing is read for it, but the first bytes of one matrix of those that are equal, and of
-//! each layer where one tensor holds those of all layers.
+//! The outputs' hashes show it, so only a few bytes are read: the first ones of one of several equal
+//! matrices, and of each layer in a tensor that holds all layers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -15,19 +15,19 @@ use crate::plan::Output;
 use crate::tensor::Dtype;
 use crate::words::without_numbers;
 
-/// Most matrices that a finding names.
+/// Maximum number of matrices that a finding names.
 const NAMED: usize = 4;
-/// Bytes of each layer of a stacked tensor by which equal ones are looked for.
+/// Bytes of each layer of a stacked tensor in the search for equal layers.
 const SAMPLE: usize = 1 << 10;
-/// Bytes at most in which values are looked for.
+/// Maximum bytes in the search for values.
 const MOST: u64 = 16 * CHUNK as u64;
 
-/// What a name is at one of its numbers: up to the number, the number, and behind it.
+/// A name divided at one of its numbers: the part before it, the number, and the part after it.
 type Place<'p> = (&'p str, u64, &'p str);
 
-/// What a layer's matrix is: the name up to the layer's number, and behind it.
+/// The key of a layer's matrix: the name before and after the layer's number.
 type Key<'p> = (&'p str, &'p str);
-/// Two layers: the name up to their numbers, and these.
+/// Two layers: the name before their numbers, and the numbers.
 type Pair<'p> = (&'p str, u64, u64);
 /// Matrices that are equal in some layers: the number of each but the first, with that of the first and an output.
 type Equal<'p> = BTreeMap<Key<'p>, BTreeMap<u64, (u64, usize)>>;
@@ -41,7 +41,7 @@ struct Stacked<'p> {
     layers: u64,
 }
 
-/// How many layers have a matrix of a role, and how many hold what another one holds.
+/// The number of layers with a matrix of a role, and the number of those that equal another one.
 #[derive(Default)]
 struct Count {
     all: usize,
@@ -50,7 +50,7 @@ struct Count {
 }
 
 impl Count {
-    /// True where so many layers are equal that the model was made like that.
+    /// True if so many layers are equal that it must be by design.
     fn is_by_design(&self) -> bool {
         self.copies > 1 && self.equal * 3 > self.all
     }
@@ -92,17 +92,17 @@ fn places(name: &str) -> Vec<Place<'_>> {
     found
 }
 
-/// True for what has rows and columns.
+/// True for a tensor with rows and columns.
 fn is_matrix(output: &Output) -> bool {
     output.shape.iter().filter(|n| **n > 1).count() > 1
 }
 
 impl Run<'_> {
-    /// Findings about layers that are equal: a warning for each two, naming the matrices; a note where so many are that the
-    /// model was made like that. What `known` findings tell of is left out.
+    /// Findings about layers that are equal: a warning for each two, naming the matrices; a note if so many
+    /// are equal that it must be by design. Layers in `known` findings are left out.
     ///
     /// # Errors
-    /// What keeps a matrix from being read.
+    /// The reason why a matrix cannot be read.
     pub(super) fn equal_layers(&self, outputs: &[OutputReport], known: &[Finding]) -> Result<Vec<Finding>> {
         let matrices: Vec<usize> = (0..outputs.len()).filter(|&i| self.may_be_copied(i, outputs)).collect();
         let stacked: Vec<Stacked> = (0..outputs.len()).filter_map(|i| self.stacked(i, outputs)).collect();
@@ -194,7 +194,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// True if a matrix has so many different values that another one has the same by no chance.
+    /// True if a matrix has so many different values that an equal one cannot be a coincidence.
     fn has_values(&self, output: &Output) -> Result<bool> {
         let item = output.dtype.size();
         let mut values = Values::at_least((output.nbytes() as usize / item / 2).max(2));
@@ -210,8 +210,8 @@ impl Run<'_> {
         Ok(false)
     }
 
-    /// A tensor that holds a matrix of all layers, one after another along its first dimension or its second. What is
-    /// decoded is not decoded once more for it.
+    /// A tensor that holds a matrix of all layers, one after another along its first dimension or its second.
+    /// An encoded tensor is left out, as it would have to be decoded once more.
     fn stacked(&self, index: usize, outputs: &[OutputReport]) -> Option<Stacked<'_>> {
         let output = &self.plan.outputs[index];
         let layers = *self.plan.axes.get("L").filter(|layers| **layers > 1)?;
@@ -229,7 +229,7 @@ impl Run<'_> {
         })
     }
 
-    /// Finds layers of a stacked tensor that are equal: by their first values, and by all where these are equal.
+    /// Finds equal layers of a stacked tensor: by their first values, and by all values if these are equal.
     fn equal_slices<'p>(&self, one: &Stacked<'p>, equal: &mut Equal<'p>) -> Result<()> {
         let mut work = Workspace::new()?;
         let mut samples: BTreeMap<Vec<u8>, Vec<u64>> = BTreeMap::new();
@@ -269,7 +269,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Makes the runs of one layer of a stacked tensor once more, in their order, until `each` has seen enough.
+    /// Makes the runs of one layer of a stacked tensor again, in their order, until `each` has seen enough.
     fn each_run(
         &self,
         one: &Stacked,
@@ -352,7 +352,7 @@ impl Run<'_> {
     }
 }
 
-/// Notes that so many layers are equal that the model was made like that.
+/// Notes that so many layers are equal that it must be by design.
 fn note_of_design(stacks: &BTreeMap<&str, BTreeSet<u64>>) -> Option<Finding> {
     let (stack, layers) = stacks.iter().max_by_key(|(_, layers)| layers.len())?;
     let more = match stacks.len() - 1 {
@@ -365,13 +365,13 @@ fn note_of_design(stacks: &BTreeMap<&str, BTreeSet<u64>>) -> Option<Finding> {
     Some(Finding::new(codes::EQUAL_SHARDS, message).severity(Severity::Note).evidence(evidence))
 }
 
-/// True if a finding tells that the file of another one is a copy.
+/// True if a finding reports that the file of another finding is a copy.
 pub(super) fn tells_of(known: &Finding, finding: &Finding) -> bool {
     known.code == codes::DUPLICATED_SHARD
         && known.files.iter().chain(&known.file).any(|file| Some(file) == finding.file.as_ref())
 }
 
-/// True if a finding tells that the tensor is a copy.
+/// True if a finding reports that the tensor is a copy.
 fn is_copy_of(known: &Finding, name: &str) -> bool {
     known.tensor.as_deref() == Some(name)
         && (known.code == codes::DUPLICATED_SHARD || known.code == codes::EQUAL_SHARDS)

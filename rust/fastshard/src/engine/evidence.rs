@@ -1,5 +1,5 @@
-//! What a process has learnt of the sources and of the result while it made its share: written down, so that whoever
-//! puts the shares together judges them as if it had made all tiles itself.
+//! The evidence about sources and result that a process gathered while it made its share. It is recorded, so
+//! that the process that combines the shares judges them as if it had made all tiles itself.
 
 use std::sync::atomic::Ordering;
 
@@ -12,7 +12,7 @@ use crate::error::{Error, Finding, Result};
 use crate::plan::Plan;
 use crate::stats::Partial;
 
-/// What was learnt beside the tiles.
+/// Evidence besides the tiles.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evidence {
     /// Copies that differ, by output and part of it.
@@ -40,12 +40,12 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// True for a padding that need not be looked at again.
+    /// True for a padding that need not be examined again.
     pub(super) fn has_looked_at(&self, pad: u32) -> bool {
         self.pads.iter().any(|&(first, end)| (first..end).contains(&pad))
     }
 
-    /// Checks that it speaks of things that `plan` has.
+    /// Checks that it refers to items of `plan`.
     fn check(&self, plan: &Plan) -> Result<()> {
         let part = |output: u32, part: u32| {
             plan.outputs.get(output as usize).is_some_and(|o| (part as usize) < o.parts.len())
@@ -72,7 +72,7 @@ fn foreign() -> Error {
 }
 
 impl Run<'_> {
-    /// What this run has learnt.
+    /// The evidence of this run.
     pub(super) fn evidence(&self, pads: &[(u32, u32)]) -> Evidence {
         let mut evidence = Evidence { pads: pads.to_vec(), ..Evidence::default() };
         for (i, filled) in (0u32..).zip(&self.filled) {
@@ -103,7 +103,7 @@ impl Run<'_> {
         evidence
     }
 
-    /// Takes over what other processes have learnt.
+    /// Takes over the evidence of other processes.
     ///
     /// # Errors
     /// If it is not about this plan.

@@ -1,4 +1,4 @@
-//! Factors of what adapters make of values: kept in memory, applied to boxes of a tensor.
+//! Factors of the changes that adapters make: kept in memory, and applied to boxes of a tensor.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,7 +12,7 @@ use crate::tensor::{c_strides, element_count};
 
 /// Bytes of factors that are kept for the next tile, or the largest.
 const KEPT: u64 = 64 << 20;
-/// Elements of a tensor that are looked at together for the norms of its rows.
+/// Elements of a tensor that are processed together for the norms of its rows.
 const ROWS: u64 = 64 << 10;
 
 /// Memory that factors take, in bytes.
@@ -42,7 +42,7 @@ pub struct Product {
     pub(super) a: Vec<f32>,
     /// `[experts, rank, out]`
     pub(super) b: Vec<f32>,
-    /// What each output's row is multiplied with.
+    /// The number with which each output's row is multiplied.
     pub(super) norms: Option<Vec<f32>>,
 }
 
@@ -58,7 +58,7 @@ impl Factors {
         count as u64 * size_of::<f32>() as u64
     }
 
-    /// Changes the values of a box of `stored`, which lie in the order of the box.
+    /// Changes the values of a box of `stored`, which are in the order of the box.
     pub fn apply(
         &self,
         change: &Change,
@@ -102,7 +102,8 @@ impl Factors {
     }
 }
 
-/// Where a run of values lies in its tensor: the first at `place`, each further one `step` on along `dim`.
+/// The place of a run of values in its tensor: the first one is at `place`, and each further one is `step`
+/// further along `dim`.
 struct Along<'a> {
     place: &'a [u64],
     strides: &'a [u64],
@@ -116,7 +117,7 @@ impl Along<'_> {
         self.place[from..].iter().zip(&self.strides[from..]).map(|(i, s)| i * s).sum()
     }
 
-    /// How many elements each value is from the one before.
+    /// The distance in elements between neighbouring values.
     fn by(&self) -> u64 {
         self.strides.get(self.dim).map_or(0, |stride| stride * self.step)
     }
@@ -197,7 +198,7 @@ impl Product {
     }
 }
 
-/// The key of factors that are kept: the stored tensors that they are, and the one whose norms they hold.
+/// The key of kept factors: their stored tensors, and the tensor whose norms they include.
 pub type Key = (Vec<u32>, Option<u32>);
 
 /// Makes the key of the factors of a stored tensor's change.
@@ -223,7 +224,7 @@ pub fn for_each_source_box(
     blocks_of_rows(&tensor.shape).try_for_each(|sub| visit(tensor, &sub))
 }
 
-/// Rows of a tensor that are looked at together for their norms.
+/// Rows of a tensor that are processed together for their norms.
 pub(super) fn blocks_of_rows(shape: &[u64]) -> impl Iterator<Item = SubBox> + '_ {
     let width = shape[1..].iter().product::<u64>().max(1);
     let rows = (ROWS / width).max(1);
@@ -235,12 +236,12 @@ pub(super) fn blocks_of_rows(shape: &[u64]) -> impl Iterator<Item = SubBox> + '_
     })
 }
 
-/// Factors, those used last at the end: experts share them.
+/// Factors, the most recently used ones last: experts share them.
 #[derive(Default)]
 pub struct Changes(Mutex<Vec<(Key, Arc<Factors>)>>);
 
 impl Changes {
-    /// Reckons the memory that the factors of a plan take at most.
+    /// Computes the maximum memory that the factors of a plan take.
     pub fn memory(plan: &Plan) -> Memory {
         let mut all = Memory::default();
         let mut largest = 0u64;

@@ -22,7 +22,7 @@ use super::pool::Pool;
 use super::reads::{self, Axis, BlobBox, Read, Way};
 use super::Control;
 
-/// The source files of a plan, with the state that reading them builds up.
+/// The source files of a plan, with the state that reading them accumulates.
 pub struct Sources<'p> {
     pub(super) plan: &'p Plan,
     files: &'p [Arc<SourceFile>],
@@ -42,7 +42,7 @@ pub struct Sources<'p> {
     compared: AtomicU64,
 }
 
-/// The file that a blob's data lies in.
+/// The file with a blob's data.
 enum Located<'a> {
     Source(&'a SourceFile),
     Unpacked(Arc<SourceFile>),
@@ -59,7 +59,7 @@ impl Deref for Located<'_> {
     }
 }
 
-/// Where the elements of a box go: a buffer, the first element's index and the steps per axis.
+/// The destination of a box's elements: a buffer, the first element's index and the steps per axis.
 pub struct Into<'a> {
     /// Buffer.
     pub bytes: &'a mut [u8],
@@ -70,8 +70,8 @@ pub struct Into<'a> {
 }
 
 impl<'p> Sources<'p> {
-    /// Sources of a plan. `files` are in the order of [`Plan::sources`]; what is compressed is
-    /// unpacked to unnamed files in `scratch_dir`. Up to `block_capacity` bytes of decoded blocks are kept.
+    /// Sources of a plan. `files` are in the order of [`Plan::sources`]; Compressed data is unpacked to
+    /// unnamed files in `scratch_dir`. Up to `block_capacity` bytes of decoded blocks are kept.
     pub fn new(
         plan: &'p Plan,
         files: &'p [Arc<SourceFile>],
@@ -95,7 +95,7 @@ impl<'p> Sources<'p> {
         }
     }
 
-    /// Says that something is about to be read once more, to be compared.
+    /// Reports that data is about to be read once more for a comparison.
     ///
     /// # Errors
     /// `FS510` once the run must stop.
@@ -108,8 +108,8 @@ impl<'p> Sources<'p> {
         Ok(())
     }
 
-    /// Ends what reads, compares or searches once the run must stop. Whatever reads asks here; loops that read
-    /// nothing ask themselves.
+    /// Returns an error once the run must stop. All reading functions call it; loops that read nothing call
+    /// it themselves.
     ///
     /// # Errors
     /// `FS510` then.
@@ -117,7 +117,7 @@ impl<'p> Sources<'p> {
         self.control.map_or(Ok(()), Control::check_running)
     }
 
-    /// The file and offset at which a blob's data lies, unpacked first if it is compressed.
+    /// The file and offset of a blob's data, which is first unpacked if it is compressed.
     fn locate(&self, index: u32) -> Result<(Located<'_>, u64)> {
         let blob = &self.plan.blobs[index as usize];
         let file = &self.files[blob.file as usize];
@@ -132,19 +132,19 @@ impl<'p> Sources<'p> {
         Ok((Located::Unpacked(unpacked), 0))
     }
 
-    /// Reads bytes of a blob's data from `at`, as they are.
+    /// Reads bytes of a blob's data from `at`, unchanged.
     pub fn read_blob(&self, blob: u32, at: u64, bytes: &mut [u8]) -> Result<()> {
         self.check_running()?;
         let (file, base) = self.locate(blob)?;
         file.read_at(base + at, bytes)
     }
 
-    /// True if a blob lies in a file of another host, of which this one reads what is lent to it.
+    /// True if a blob is in a file of another host, which lends its bytes.
     pub fn is_elsewhere(&self, blob: u32) -> bool {
         self.files[self.plan.blobs[blob as usize].file as usize].is_elsewhere()
     }
 
-    /// Decodes a block once more, for what `look` sees in it: at the end of a run, when no worker needs memory.
+    /// Decodes a block once more for `look`, at the end of a run, when no worker needs memory.
     pub fn decode<T>(&self, blob: u32, look: impl FnOnce(&[u8]) -> T) -> Result<T> {
         self.check_running()?;
         let about = &self.plan.blobs[blob as usize];
@@ -157,7 +157,7 @@ impl<'p> Sources<'p> {
         self.unpacked[blob as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets go of what was unpacked of a blob: its last reader is done.
+    /// Releases the unpacked data of a blob: its last reader is done.
     pub fn release(&self, blob: u32) {
         self.unpacked(blob).take();
     }
@@ -181,17 +181,17 @@ impl<'p> Sources<'p> {
         })
     }
 
-    /// The CRC32 of a range of a blob, as far as reading has told it.
+    /// The CRC32 of a range of a blob, if it is known from reading.
     pub fn crc(&self, blob: u32, lo: u64, hi: u64) -> Option<u32> {
         self.checksums.crc(blob, lo, hi)
     }
 
-    /// What reading has told of a blob's checksums.
+    /// The checksums of a blob that are known from reading.
     pub fn segments(&self, blob: u32) -> Vec<Segment> {
         self.checksums.segments(blob)
     }
 
-    /// Takes over what another process has read.
+    /// Takes over the checksums of another process.
     pub fn know(&self, blob: u32, segments: &[Segment]) {
         self.checksums.know(blob, segments);
     }
@@ -201,7 +201,7 @@ impl<'p> Sources<'p> {
         self.checksums.is_tracked(blob)
     }
 
-    /// Reads what no view has read of a tracked blob, so that its checksum is whole.
+    /// Reads the parts of a tracked blob that no view has read, so that its checksum is complete.
     pub fn finish(&self, blob: u32, buffer: &mut [u8]) -> Result<()> {
         let (file, base) = self.locate(blob)?;
         // Another worker that reads padding may note a part of a gap first: it is looked for anew each time.
@@ -217,8 +217,8 @@ impl<'p> Sources<'p> {
         Ok(())
     }
 
-    /// Reads the box `part` of `axes` of a stored tensor into `into`. `scratch` bounds what is read
-    /// at a time where runs are short.
+    /// Reads the box `part` of `axes` of a stored tensor into `into`. `scratch` limits a single read if runs
+    /// are short.
     pub fn read(
         &self,
         stored: &StoredTensor,
@@ -251,7 +251,7 @@ impl<'p> Sources<'p> {
         self.read(tensor, &axes, &base, sub, &mut into, scratch)
     }
 
-    /// Reads a box that lies in one blob.
+    /// Reads a box in one blob.
     fn read_blob_box(&self, found: &BlobBox, bytes: &mut [u8], scratch: &mut [u8]) -> Result<()> {
         let (blob, item) = (found.blob, found.item);
         let about = &self.plan.blobs[blob as usize];

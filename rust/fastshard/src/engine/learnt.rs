@@ -1,4 +1,4 @@
-//! What is learnt of sources while tiles are made of them: differences of copies, checksums of runs.
+//! Evidence about sources that making tiles yields: differences of copies, checksums of runs.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ pub struct Drift {
 }
 
 impl Drift {
-    /// Adds what another tile saw.
+    /// Adds the evidence of another tile.
     pub fn merge(&mut self, other: &Drift) {
         if other.differing > 0 && (self.differing == 0 || other.source < self.source) {
             self.source = other.source;

@@ -1,4 +1,4 @@
-//! Samples of the equal parts of matrices, taken of blocks while these are decoded: nothing is decoded twice for them.
+//! Samples of the equal parts of matrices, taken while blocks are decoded, so that nothing is decoded twice.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,14 +9,14 @@ use crate::standing::{digest_of, Standing};
 use crate::tensor::{c_strides, element_count};
 use crate::words::layer;
 
-/// Most tensor-parallel ranks whose parts are told apart.
+/// Maximum number of tensor-parallel ranks whose parts are distinguished.
 const MOST_RANKS: u64 = 32;
-/// Matrices of a layer that are looked at before all of them are: the largest.
+/// Matrices of a layer that are examined first: the largest.
 pub(super) const FIRST: usize = 2;
-/// The fewest elements of a run that say something.
+/// The minimum elements of a run for a meaningful sample.
 pub(super) const SHORTEST: u64 = 4;
 
-/// The digest of a sample in which only one value is seen.
+/// The digest of a sample that shows only one value.
 const CONSTANT: u64 = 1;
 
 /// A sample's place in its block, in bytes, and its number.
@@ -26,7 +26,8 @@ struct Place {
     number: u32,
 }
 
-/// Samples of the first elements of parts of matrices, of those that are compared in any case and lie in encoded blocks.
+/// Samples of the first elements of parts of matrices, for matrices in encoded blocks that are compared in
+/// any case.
 #[derive(Default)]
 pub(super) struct PartSamples {
     /// Stored tensor, first element -> number of the sample.
@@ -84,7 +85,8 @@ impl PartSamples {
         }
     }
 
-    /// The digest of the elements that a part begins with, if they were seen; none in it if they are all the same.
+    /// The digest of the first elements of a part, if they were seen; the inner value is none if they are all
+    /// the same.
     pub(super) fn get(&self, stored: u32, start: u64) -> Option<Option<u64>> {
         let number = self.numbers.get(&(stored, start))?;
         match self.digests[*number as usize].load(Ordering::Relaxed) {
@@ -93,13 +95,13 @@ impl PartSamples {
         }
     }
 
-    /// All that were seen, by number.
+    /// All samples that were seen, by number.
     pub(super) fn seen(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
         let digests = self.digests.iter().map(|digest| digest.load(Ordering::Relaxed));
         (0u32..).zip(digests).filter(|(_, digest)| *digest != 0)
     }
 
-    /// Takes over one that another process has seen; false if there is no such.
+    /// Takes over a sample of another process; returns false if there is no such sample.
     pub(super) fn know(&self, number: u32, digest: u64) -> bool {
         let known = self.digests.get(number as usize);
         known.inspect(|known| known.store(digest, Ordering::Relaxed)).is_some()
@@ -113,7 +115,7 @@ fn digest(sample: &[u8], item: usize) -> u64 {
     }
 }
 
-/// The block, and the byte in it, where an element lies that is followed there by as many as a sample has.
+/// The block, and the byte in it, of an element that as many contiguous elements follow as a sample has.
 fn place_of(stored: &StoredTensor, at: &[u64]) -> Option<(u32, u64)> {
     let item = stored.dtype.size() as u64;
     let within = |lo: &[u64], len: &[u64], strides: &[u64]| {
@@ -135,7 +137,7 @@ fn place_of(stored: &StoredTensor, at: &[u64]) -> Option<(u32, u64)> {
     }
 }
 
-/// Groups the matrices of each layer, and those that hold all layers at once; the largest first.
+/// Groups the matrices of each layer, and those with all layers; the largest first.
 pub(super) fn groups(plan: &Plan, standing: &Standing) -> impl Iterator<Item = Vec<u32>> {
     let mut groups: BTreeMap<(Option<&str>, Option<&str>), Vec<u32>> = BTreeMap::new();
     for (i, stored) in (0u32..).zip(&plan.stored).filter(|(i, _)| standing.is_used(*i)) {
@@ -156,7 +158,7 @@ fn long_dims(stored: &StoredTensor) -> usize {
     stored.shape.iter().filter(|n| **n > 1).count()
 }
 
-/// True for what may be the matrices of all layers in one array.
+/// True for an array that may have the matrices of all layers.
 pub(super) fn holds_layers(stored: &StoredTensor) -> bool {
     long_dims(stored) == 3
 }

@@ -7,10 +7,10 @@ use crate::plan::Plan;
 
 /// Bytes that a worker holds for each element of a window: codes as they are stored, as bytes, numbers, scales, zero points.
 const EACH: u64 = 4 + 1 + 4 + 4 + 4;
-/// Codes that are made of others at the same time: zero points and scales may be.
+/// Nesting of codes: zero points and scales may be codes themselves.
 const DEPTH: u64 = 2;
 
-/// Buffers of one worker that are used again.
+/// Reusable buffers of one worker.
 #[derive(Default)]
 pub(super) struct Buffers {
     pub(super) bytes: Vec<u8>,
@@ -24,7 +24,7 @@ pub(super) struct Buffers {
 pub(super) struct Pool(Mutex<Vec<Buffers>>);
 
 impl Pool {
-    /// Reckons the bytes that each worker needs, at most.
+    /// Computes the maximum bytes that each worker needs.
     pub(super) fn memory(plan: &Plan) -> u64 {
         match plan.stored.iter().any(|stored| stored.coded().is_some()) {
             true => MOST * EACH * DEPTH,

@@ -1,4 +1,4 @@
-//! Reads a range of one output, for whoever wants a tensor and no result.
+//! Reads a range of one output, for callers that want a tensor instead of a result.
 
 use std::sync::Arc;
 use std::thread::Builder;
@@ -13,16 +13,16 @@ use crate::plan::blobs::blobs_of_output;
 use crate::plan::{Combine, Plan};
 use crate::storage::SourceFile;
 
-/// Bytes of decoded blocks held where a range of one tensor is read.
+/// Bytes of decoded blocks that are kept while a range of one tensor is read.
 const READ_BLOCKS: u64 = 64 << 20;
-/// Bytes that are worth a thread where a range of one tensor is read.
+/// Bytes that are worth a separate thread when a range of one tensor is read.
 const READ_SHARE: usize = 4 << 20;
 
 /// Reads bytes of one output from byte `start` (an integer of elements) into `bytes`, on as many threads as there is work
 /// for, `threads` at most.
 ///
-/// Copies that must be equal are compared, and what must be zero is looked at; what takes a look at all of the sources, checksums
-/// among it, is for [`super::execute`].
+/// It compares copies that must be equal, and checks regions that must be zero. [`super::execute`] makes the
+/// checks that need all sources, such as checksums.
 ///
 /// # Errors
 /// I/O, and a range that leaves the output.

@@ -1,4 +1,5 @@
-//! Which ranges of which blobs a box of a stored tensor takes, and where their elements go: decided without reading.
+//! The ranges of blobs that a box of a stored tensor takes, and the places of their elements, decided without
+//! reading.
 
 use crate::boxes::{Spread, SubBox};
 use crate::error::Result;
@@ -9,10 +10,10 @@ use super::windows;
 
 /// Bytes read at a time where runs are short.
 pub const SPAN: usize = 1 << 20;
-/// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
+/// Runs at least this long are read directly to their place; shorter ones through a span or a map.
 const LONG_RUN: u64 = 32 << 10;
 
-/// An axis of a box: its extent, and the steps between its elements in the blob and where they go.
+/// An axis of a box: its extent, and the steps between its elements in the blob and in the destination.
 #[derive(Clone, Copy)]
 pub struct Axis {
     pub n: u64,
@@ -20,7 +21,7 @@ pub struct Axis {
     pub dst: u64,
 }
 
-/// A box of elements that lies in one blob.
+/// A box of elements in one blob.
 pub struct BlobBox {
     pub blob: u32,
     /// Offset of the first element in the blob's data.
@@ -43,20 +44,21 @@ pub struct Read<'a> {
     pub way: Way<'a>,
 }
 
-/// How what is read gets to where it goes.
+/// The way in which read data gets to its place.
 pub enum Way<'a> {
-    /// It lies there as it lies in the blob.
+    /// It has the same order there as in the blob.
     Run,
     /// It is read into a buffer, from which its elements are scattered.
     Span { axes: &'a [Axis], is_dense: bool },
-    /// A map gathers its elements, since most of what lies between is not needed; without a map it is divided.
+    /// A map gathers its elements, since most data between them is not needed; without a map it is divided.
     Sparse { axes: &'a [Axis] },
 }
 
-/// Is called with reads in their order; false refuses a sparse one, and smaller reads of the same elements follow.
+/// A callback for reads in their order; by returning false it refuses a sparse read, and smaller reads of the
+/// same elements follow.
 pub type Visit<'a> = &'a mut dyn FnMut(Read) -> Result<bool>;
 
-/// Is called with the blob, first byte and length of reads in their order.
+/// A callback for the blob, first byte and length of reads in their order.
 pub type VisitRange<'a> = &'a mut dyn FnMut(u32, u64, u64) -> Result<()>;
 
 /// Calls `visit` with the boxes of blobs that make up the box `part` of `axes` of a stored tensor, whose first element goes to
@@ -142,12 +144,12 @@ pub fn for_each_blob_box(
     }
 }
 
-/// How far a sub-box begins from `part`, where elements lie with `strides`.
+/// The distance of a sub-box's start from that of `part`, for elements with `strides`.
 pub fn shift(part: &SubBox, sub: &SubBox, strides: &[u64]) -> u64 {
     sub.start.iter().zip(&part.start).zip(strides).map(|((s, p), d)| (s - p) * d).sum()
 }
 
-/// Axes by destination, those that are one run on both sides merged.
+/// Axes by destination; axes that form one run on both sides are merged.
 fn coalesced(len: &[u64], src: &[u64], dst: &[u64]) -> Vec<Axis> {
     let mut axes: Vec<Axis> = len
         .iter()
@@ -170,7 +172,7 @@ fn coalesced(len: &[u64], src: &[u64], dst: &[u64]) -> Vec<Axis> {
 }
 
 impl BlobBox {
-    /// Calls `visit` with the reads that bring the box, where a buffer of `room` bytes takes what is scattered.
+    /// Calls `visit` with the reads of the box; a buffer of `room` bytes takes data that is scattered.
     pub fn for_each_read(&self, room: u64, visit: Visit) -> Result<()> {
         self.visit_reads(self.offset, &self.axes, self.dst, room, visit)
     }
@@ -224,8 +226,8 @@ impl BlobBox {
     }
 }
 
-/// Lists what reading the box `part` of `axes` of a stored tensor takes, of files that have no map, into a buffer in which
-/// elements lie with `strides`. Left out are scales and zero points that group indices choose.
+/// Lists the reads of the box `part` of `axes` of a stored tensor, from files without a map, into a buffer
+/// with `strides`. It leaves out scales and zero points that group indices choose.
 pub fn list_box(
     plan: &Plan,
     stored: &StoredTensor,
@@ -254,13 +256,13 @@ pub fn list_box(
     })
 }
 
-/// Lists what [`super::gather::Sources::read_box`] takes.
+/// Lists the reads of [`super::gather::Sources::read_box`].
 pub fn list_dense_box(plan: &Plan, tensor: &StoredTensor, sub: &SubBox, visit: VisitRange) -> Result<()> {
     let (axes, base, strides) = dense_box(tensor, sub);
     list_box(plan, tensor, &axes, &base, sub, &strides, visit)
 }
 
-/// How a box of all axes of a tensor is read in C order: axes, base and strides.
+/// The parameters for reading a box of all axes of a tensor in C order: axes, base and strides.
 pub fn dense_box(tensor: &StoredTensor, sub: &SubBox) -> (Vec<PartAxis>, Vec<u64>, Vec<u64>) {
     let strides = c_strides(&sub.len);
     (axes_of(&tensor.shape), vec![0; tensor.shape.len()], strides.to_vec())

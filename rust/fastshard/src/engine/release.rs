@@ -33,7 +33,7 @@ pub(crate) fn order(plan: &Plan, blobs_of: &[Vec<u32>]) -> Vec<usize> {
     order
 }
 
-/// What is still to be done of one output, for its blocks.
+/// The remaining work for one output, for the release of its blocks.
 #[derive(Debug, Default)]
 struct Ahead {
     /// Bytes from the start that are done without a gap.
@@ -52,7 +52,7 @@ pub(super) struct Releases {
 }
 
 impl Releases {
-    /// For the tiles that are made, by output: what lies beside them needs no block.
+    /// For the tiles that are made, by output; all others need no block.
     pub(super) fn new(plan: &Plan, blobs_of: &[Vec<u32>], sizes: &[u64], runs: &[TileRun]) -> Self {
         let mut tile_spans: Vec<Vec<Span>> = vec![Vec::new(); plan.outputs.len()];
         for run in runs {
@@ -93,7 +93,7 @@ impl Releases {
         Releases { outputs, readers }
     }
 
-    /// Takes note of a finished tile, and drops the blocks that it was the last to need.
+    /// Records a finished tile, and drops the blocks that it was the last to need.
     pub(super) fn tile_done(&self, output: usize, start: u64, end: u64, blocks: &Blocks) {
         let mut ahead = self.outputs[output].lock().unwrap_or_else(PoisonError::into_inner);
         if ahead.blocks.is_empty() {
@@ -119,7 +119,7 @@ impl Releases {
 /// First and end of the bytes of an output.
 type Span = (u64, u64);
 
-/// Per block of `stored`, the bytes of the output that part of it makes lie within this span.
+/// Per block of `stored`, the span of the output's bytes that are made from it.
 fn uses(output: &Output, part: &Part, stored: &StoredTensor, spans: &mut BTreeMap<u32, Span>) {
     let item = output.dtype.size() as u64;
     let Pieces::Boxes(pieces) = &stored.pieces else { return };
@@ -151,7 +151,7 @@ fn uses(output: &Output, part: &Part, stored: &StoredTensor, spans: &mut BTreeMa
     }
 }
 
-/// What decoding takes, as the plan tells it.
+/// The resources for decoding, by the plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Decoding {
     /// Blocks; each is decoded once.
@@ -164,7 +164,7 @@ pub struct Decoding {
     pub live: u64,
 }
 
-/// What decoding the blocks of a plan takes.
+/// The resources for decoding the blocks of a plan.
 pub fn decoding(plan: &Plan) -> Decoding {
     if !plan.blobs.iter().any(|b| b.encoded) {
         return Decoding::default();

@@ -1,4 +1,4 @@
-//! What a run says at its end: the outputs' hashes, and what its parts have found, put together.
+//! The report of a run at its end: the outputs' hashes, and the combined findings of its parts.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
@@ -16,10 +16,10 @@ use super::learnt::Drift;
 use super::shards;
 use super::{lock, Control, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
 
-/// Tensors with NaN or infinite values of which it is looked up which shards hold them.
+/// Number of tensors with NaN or infinite values for which the shards with these values are looked up.
 const LOCATED: usize = 20;
 
-/// The note that value ops of an output are not exact; the first part that has such tells of them.
+/// The note that value ops of an output are not exact, from the first part that has such ops.
 fn lossy(output: &Output) -> Option<Finding> {
     let part = output.parts.iter().find(|part| part.ops.iter().any(|op| !op.is_exact()))?;
     let describe = |op: &Op| match op {
@@ -106,7 +106,8 @@ impl Run<'_> {
         Ok(Report { outputs, findings: limit(findings), memory, decoded })
     }
 
-    /// Names the shards that hold what is not finite; says so where they are finite, and a cast made it.
+    /// Names the shards with values that are not finite; if all shards are finite, reports that a cast made
+    /// these values.
     fn located(&self, output: &Output, mut finding: Finding) -> Result<Finding> {
         let Some((all, found)) = shards::not_finite(self.plan, &self.sources, output)? else {
             return Ok(finding);
@@ -136,7 +137,8 @@ impl Run<'_> {
         Ok(finding)
     }
 
-    /// A parameter and its master that are not the same tensor. The finding names the master's file.
+    /// The finding for a parameter that differs from its master weight. It names the file of the master
+    /// weight.
     fn twin_finding(&self, (stored, twin): (u32, u32), drift: &Drift) -> Finding {
         let tensor = &self.plan.stored[stored as usize];
         let other = &self.plan.stored[twin as usize];
@@ -155,13 +157,13 @@ impl Run<'_> {
         self.place(master, finding.severity(severity))
     }
 
-    /// True for a matrix or more of which no tile was seen that is not zero.
+    /// True for a tensor of at least two dimensions of which every seen tile is zero.
     fn may_be_zero(&self, index: usize) -> bool {
         let output = &self.plan.outputs[index];
         output.shape.len() > 1 && output.nbytes() > 0 && !self.filled[index].load(Ordering::Relaxed)
     }
 
-    /// What is said of the copies of a part that differ: of a tie, of what was averaged, or of replicas.
+    /// The findings for copies of a part that differ: tied tensors, averaged copies, or replicas.
     fn drift_findings(&self, output: &Output, p: usize, drift: &Drift) -> Result<Vec<Finding>> {
         let part = &output.parts[p];
         let (first, other) = (part.sources[0], part.sources[drift.source]);
@@ -201,7 +203,7 @@ impl Run<'_> {
         Ok(odd.into_iter().map(finding).collect())
     }
 
-    /// Replicas that differ, none of which the majority contradicts: which is wrong nothing says.
+    /// The finding for replicas that differ if no majority shows which one is wrong.
     fn replicas(&self, all: &[u32], (first, other): (u32, u32), what: String) -> Finding {
         let rank = |stored: u32| self.plan.stored[stored as usize].rank.clone();
         let ranks = match (all.len(), rank(first), rank(other)) {
@@ -219,7 +221,7 @@ impl Run<'_> {
     }
 }
 
-/// In words: how many elements differ, and by how much.
+/// The number of elements that differ, and the size of the differences, in words.
 fn differing(drift: &Drift, count: u64) -> String {
     let of = match (drift.differing, count) {
         (n, all) if n == all && n > 1 => format!("all {n} elements differ"),
@@ -229,7 +231,7 @@ fn differing(drift: &Drift, count: u64) -> String {
     format!("{of}, by up to {}", figure(drift.largest))
 }
 
-/// A number with four digits that tell.
+/// A number with four significant digits.
 pub(crate) fn figure(x: f32) -> String {
     match x.abs() {
         size if size == 0.0 || (1e-3..1e6).contains(&size) => {
@@ -244,7 +246,7 @@ pub(crate) fn figure(x: f32) -> String {
     }
 }
 
-/// The file that a stored tensor begins in, as messages name it.
+/// The name in messages of the file in which a stored tensor begins.
 fn file_label(plan: &Plan, stored: u32) -> Option<String> {
     let blob = *blobs_of_tensor(&plan.stored[stored as usize]).first()?;
     Some(plan.label(plan.blobs[blob as usize].file))
@@ -255,7 +257,7 @@ fn file_label(plan: &Plan, stored: u32) -> Option<String> {
 struct Zeros(HashMap<u64, [u8; 32]>);
 
 impl Zeros {
-    /// True if that many bytes with this hash are zero.
+    /// True if this number of bytes with this hash is all zeros.
     ///
     /// # Errors
     /// `FS510` once the run must stop.

@@ -1,4 +1,4 @@
-//! A run while it is made: tiles are taken by workers one after another, and blobs are checked after their last reader.
+//! A run in progress: workers take tiles one after another, and check blobs after their last reader.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -26,10 +26,10 @@ use crate::steps::Step;
 use crate::storage::SourceFile;
 use crate::topics;
 
-/// Bytes to write for which a thread that waits for the disk is worth starting.
+/// Minimum bytes to write for which an additional thread that waits for the disk is worth starting.
 const WORTH_WAITING: u64 = 8 << 20;
 
-/// What is known of an output while it is made.
+/// The progress of an output.
 pub(super) struct Progress {
     pub(super) hashes: TileHashes,
     /// The hash, once every tile is done.
@@ -54,24 +54,24 @@ pub(super) struct Run<'a> {
     workers: u64,
     /// Tiles that were begun.
     begun: AtomicU64,
-    /// Paddings that are looked at.
+    /// Paddings to check.
     pub(super) pads: Vec<u32>,
     pub(super) next_pad: AtomicU32,
     pub(super) outputs: Vec<Mutex<Progress>>,
     pub(super) stats: Gather,
-    /// Outputs of which a tile was made that is not zero.
+    /// Outputs with a tile that is not zero.
     pub(super) filled: Vec<AtomicBool>,
     pub(super) remaining: Vec<AtomicU64>,
     /// Outputs that still read a blob.
     pub(super) readers: Vec<AtomicU32>,
-    /// Blobs that are read beyond this run too: what it has not read of them is not known to be nobody's.
+    /// Blobs that are also read outside this run, so data that this run has not read may still have a reader.
     pub(super) read_elsewhere: Vec<bool>,
     /// Whether this run is a share, whose evidence is judged with that of the others.
     pub(super) is_share: bool,
     pub(super) releases: release::Releases,
     pub(super) blobs_of: Vec<Vec<u32>>,
     pub(super) findings: Mutex<Vec<Finding>>,
-    /// Per stored tensor and twin, how far they are apart.
+    /// The distance of each stored tensor from its twin.
     pub(super) twins: Mutex<BTreeMap<(u32, u32), Drift>>,
     pub(super) failed: Mutex<Option<Error>>,
 }
@@ -92,7 +92,8 @@ fn tiles_of(output: &Output, size: u64) -> u64 {
     output.nbytes().div_ceil(size)
 }
 
-/// Of each blob: how many outputs of this run read it, and whether it is read beyond this run too.
+/// For each blob, the number of outputs of this run that read it, and whether it is also read outside this
+/// run.
 fn readers(
     plan: &Plan,
     sizes: &[u64],
@@ -111,8 +112,9 @@ fn readers(
     (readers.into_iter().map(AtomicU32::new).collect(), elsewhere)
 }
 
-/// True where tiles in another order would take more memory or time: of what is decoded, unpacked, put together or changed by
-/// factors, of which few are held, and of bytes that another host was asked for ahead of time.
+/// True if tiles in another order would take more memory or time: for data that is decoded, unpacked,
+/// assembled or changed by factors, few of which are kept, and for bytes that were requested from another
+/// host in advance.
 fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
     plan.blobs.iter().any(|blob| blob.encoded || blob.deflated)
         || plan.stored.iter().any(|stored| !stored.changes.is_empty())
@@ -120,7 +122,8 @@ fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
         || files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some())
 }
 
-/// How many workers more are worth having, to wait for a disk: few where there is little to write.
+/// The number of additional workers that are worth having to wait for a disk: few if there is little to
+/// write.
 fn count_waiting(plan: &Plan, sink: &dyn Sink, sizes: &[u64], runs: &[TileRun]) -> u64 {
     let most = sink.count_waiting();
     if most == 0 {
@@ -218,7 +221,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
+    /// Makes all tiles on as many threads as the budget allows, and then examines the sources once more.
     pub(super) fn make_all(&self, files: &[Arc<SourceFile>]) -> Result<()> {
         self.control.reach(Step::Opened);
         let begun = Instant::now();
@@ -318,7 +321,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The record of a tile that an earlier run has written, if its bytes are in the result still.
+    /// The record of a tile of an earlier run, if its bytes are still in the result.
     fn keep(
         &self,
         index: usize,
@@ -413,7 +416,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The finding for a blob whose checksum is not the one that its file states.
+    /// The finding for a blob whose checksum differs from the one that its file states.
     fn damaged(&self, blob: u32, want: u32, got: Option<u32>) -> Finding {
         let about = &self.plan.blobs[blob as usize];
         let member = about.member.as_deref().unwrap_or("?");
@@ -435,7 +438,7 @@ impl<'a> Run<'a> {
         finding
     }
 
-    /// True if something of a blob is in an output; what is compared only is not.
+    /// True if an output has data of a blob; comparing it alone does not count.
     fn is_taken(&self, blob: u32) -> bool {
         let parts = self.plan.outputs.iter().flat_map(|output| &output.parts);
         let mut taken = parts.flat_map(|part| &part.sources);

@@ -1,4 +1,5 @@
-//! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops. Or lists what that reads.
+//! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops. It can also
+//! list the reads for that.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -16,7 +17,7 @@ use super::gather::{Into, Sources};
 use super::learnt::Drift;
 use super::reads::{self, VisitRange, SPAN};
 
-/// Elements that a part with several sources or value ops is worked through at a time.
+/// Elements per step for a part with several sources or value ops.
 const CHUNK: u64 = 64 << 10;
 
 /// Buffers of one worker, reused from tile to tile.
@@ -32,7 +33,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Bytes that a workspace for tiles of `tile` bytes holds, at most.
+    /// Maximum bytes of a workspace for tiles of `tile` bytes.
     pub fn bytes(tile: u64) -> u64 {
         tile + PageBuffer::ROOM as u64 + SPAN as u64 + CHUNK * (16 + 16 + 16 + 4 + 4)
     }
@@ -62,13 +63,13 @@ impl Workspace {
         Ok(&mut self.tile[..len])
     }
 
-    /// A buffer for reading what no view reads.
+    /// A buffer for reading data that no view reads.
     pub fn span(&mut self) -> &mut [u8] {
         &mut self.span
     }
 }
 
-/// What making a tile brought to light.
+/// The observations from making a tile.
 #[derive(Debug, Default)]
 pub struct Seen {
     /// Drift per part that has replicas.
@@ -114,8 +115,9 @@ pub fn make(
     Ok(seen)
 }
 
-/// Lists what [`make`] reads, of files that have no map: the blob, first byte and length of each read, in their order. Left out
-/// are scales that group indices choose, and factors that `factors` names, which takes the names of those listed.
+/// Lists the reads of [`make`] from files without a map: the blob, first byte and length of each read, in
+/// their order. It leaves out scales that group indices choose, and factors in `factors`, to which it adds
+/// the listed ones.
 pub fn list_reads(
     plan: &Plan,
     output: &Output,
@@ -142,7 +144,7 @@ pub fn list_reads(
     })
 }
 
-/// Calls `visit` with the pieces that bytes `start..end` of an output are made of, in their order.
+/// Calls `visit` with the pieces that make up bytes `start..end` of an output, in their order.
 fn for_each_piece(
     plan: &Plan,
     output: &Output,
@@ -185,7 +187,7 @@ fn for_each_piece(
     Ok(())
 }
 
-/// True if the part is one stored tensor whose values do not change, and nothing has to be compared.
+/// True if the part is one stored tensor whose values do not change, and nothing must be compared.
 fn is_alone(part: &Part, first: &StoredTensor, twins: Twins) -> bool {
     part.sources.len() == 1
         && part.ops.is_empty()
@@ -194,7 +196,8 @@ fn is_alone(part: &Part, first: &StoredTensor, twins: Twins) -> bool {
         && !matches!(part.combine, Combine::Zero(_))
 }
 
-/// A box of a part. One that is made of several tensors, or whose values change, is small enough for memory to have several.
+/// A box of a part. If it is made from several tensors, or if its values change, it is small enough for
+/// several of them to fit in memory.
 struct Piece<'a> {
     plan: &'a Plan,
     output: &'a Output,
@@ -233,7 +236,8 @@ impl Piece<'_> {
         (0..self.part.sources.len()).flat_map(|s| self.stored(s).twins.iter().map(move |twin| (s, *twin)))
     }
 
-    /// Calls `visit` with the tensors of which the box is read, in the order in which [`Self::make`] reads them.
+    /// Calls `visit` with the tensors from which the box is read, in the order in which [`Self::make`] reads
+    /// them.
     fn for_each_read_tensor(
         &self,
         twins: Twins,
@@ -462,7 +466,8 @@ fn note_drift(dtype: Dtype, a: &[u8], b: &[u8], source: usize, drift: &mut Drift
     drift.merge(&found);
 }
 
-/// How far a tensor is from its twin: the wider one rounded to the narrower one's dtype, bit by bit.
+/// The distance of a tensor from its twin: the wider one is rounded to the narrower one's dtype, and compared
+/// bit by bit.
 fn twin_drift(dtype: Dtype, own: &[u8], twin: Dtype, other: &[u8]) -> Result<Drift> {
     let mut drift = Drift::default();
     let rounded;
@@ -491,7 +496,7 @@ fn fill_negative_zero(dtype: Dtype, bytes: &mut [u8]) {
     }
 }
 
-/// Elements that all are one number.
+/// Elements that are all the same number.
 fn fill_number(dtype: Dtype, number: u32, bytes: &mut [u8]) {
     let element = dtype.element(number).expect("it was checked when it was placed");
     bytes.chunks_exact_mut(element.len()).for_each(|each| each.copy_from_slice(&element));

@@ -1,17 +1,18 @@
-//! Turns of workers: as many compute at a time as there are to be threads, and those that wait for a disk let others go on.
+//! Turns of workers: the number of threads limits those that compute at a time, and workers that wait for a
+//! disk let others continue.
 
 use std::sync::{Condvar, Mutex};
 
 use super::lock;
 
-/// The turns that are left.
+/// The remaining turns.
 #[derive(Debug)]
 pub(super) struct Turns {
     free: Mutex<u64>,
     returned: Condvar,
 }
 
-/// A turn; dropping it lets another go on.
+/// A turn; dropping it lets another worker continue.
 #[must_use]
 pub(super) struct Turn<'a>(&'a Turns);
 
@@ -26,7 +27,7 @@ impl Turns {
         Turn(self)
     }
 
-    /// Does `work`, which waits for something else than a processor, while others have this thread's turn.
+    /// Runs `work`, which waits for something other than a processor, while others have this thread's turn.
     pub(super) fn wait<T>(&self, work: impl FnOnce() -> T) -> T {
         /// Takes the turn again, after a panic too.
         struct Away<'a>(&'a Turns);

@@ -1,13 +1,14 @@
-//! How much equal contents tell.
+//! The significance of equal contents.
 
 use std::collections::HashSet;
 
 use crate::kernel;
 
-/// Different values that equal contents must have at least: less is equal by chance or by construction.
+/// Minimum number of different values in equal contents: with fewer, they may be equal by chance or by
+/// construction.
 pub(crate) const MIN_VALUES: usize = 64;
 
-/// Different elements that were seen, up to as many as are wanted.
+/// Different elements that were seen, up to the required number.
 pub(super) struct Values {
     seen: HashSet<u64>,
     wanted: usize,
@@ -25,7 +26,7 @@ impl Values {
         Values { seen: HashSet::new(), wanted: wanted.min(MIN_VALUES) }
     }
 
-    /// Takes note of elements of `item` bytes, up to 8.
+    /// Records elements of `item` bytes, up to 8.
     pub(super) fn add(&mut self, bytes: &[u8], item: usize) {
         // Most of what tells nothing is one value throughout.
         let bytes = &bytes[..bytes.len() / item * item];

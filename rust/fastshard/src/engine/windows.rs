@@ -1,14 +1,14 @@
-//! The boxes of codes, scales and zero points that a box of coded values is made of: decided without reading.
+//! The boxes of codes, scales and zero points that make up a box of coded values, decided without reading.
 
 use crate::boxes::SubBox;
 use crate::error::Result;
 use crate::plan::{Coded, Grid, Groups, Numbers, Packing, PartAxis, Plan, StoredTensor};
 use crate::tensor::c_strides;
 
-/// Elements whose codes are read at a time, at most.
+/// Maximum number of elements whose codes are read at a time.
 pub(super) const MOST: u64 = 128 << 10;
 
-/// A box of a matrix of codes: leading index, first row and column, and how many there are.
+/// A box of a matrix of codes: leading index, first row and column, and their numbers.
 #[derive(Clone, Copy)]
 pub(super) struct Window {
     pub(super) lead: u64,
@@ -19,8 +19,8 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The box of `codes` that holds the window's, and the bit of its first word in which the first code of a row or column
-    /// begins.
+    /// The box of `codes` with the window's codes, and the bit of its first word at which the first code of a
+    /// row or column begins.
     pub(super) fn codes(&self, packing: &Packing, codes: &StoredTensor) -> (SubBox, u64) {
         let Window { lead, row, rows, column, columns } = *self;
         let word = codes.dtype.size() as u64 * 8;
@@ -48,7 +48,7 @@ impl Window {
         (last(self.row, self.rows), last(self.column, self.columns))
     }
 
-    /// The box of the numbers of the blocks that the window lies in.
+    /// The box of the numbers for the window's blocks.
     pub(super) fn cells(&self, grid: &Grid) -> SubBox {
         let [of_lead, of_rows, of_columns] = grid.block;
         let (last_row, last_column) = self.last();
