@@ -60,16 +60,16 @@ use crate::publish::place::Place;
 use crate::publish::process::Process;
 use crate::publish::seal::Seal;
 
-/// Bytes of `state`: written in place, so that who has it open sees it too.
+/// Bytes of `state`, which is written in place, so that processes that have it open see it too.
 const STATE_BYTES: usize = 64;
 /// Largest description of a round, in bytes.
 const MAX_ROUND: u64 = 1 << 30;
-/// Most rounds of one run.
+/// Maximum number of rounds of one run.
 const MAX_ROUNDS: u32 = 100_000;
 /// Time between two looks at journals.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What a run makes; its caller's words are in `work`.
+/// The description of a run's work; the caller's data is in `work`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunDocument {
     /// The run, as no other one is called.
@@ -80,7 +80,7 @@ pub struct RunDocument {
     pub work: serde_json::Value,
 }
 
-/// A round: who makes what.
+/// A round, with its division of work.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Round {
     /// Its number, from 1.
@@ -106,7 +106,7 @@ pub struct Claimed {
     pub number: u32,
     /// Its nonce.
     pub nonce: String,
-    /// The folder's entry that holds the files.
+    /// The folder's entry with the files.
     pub(crate) data: String,
     /// All journals, as they were after it began.
     pub logs: Vec<Log>,
@@ -122,17 +122,17 @@ pub struct Shared {
     pub run: RunDocument,
 }
 
-/// What came of taking up a part.
+/// The result of taking up a part.
 #[derive(Debug)]
 pub enum Joined {
-    /// It is this process's.
+    /// It is now this process's part.
     Member(Member),
     /// It is done already, by this member.
     Done(String),
 }
 
 impl Shared {
-    /// Writes down what is made, in a staging folder that this process holds.
+    /// Records the work in a staging folder that this process holds.
     pub(crate) fn begin(folder: &Dir, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
         let run = RunDocument { nonce: nonce(), files, work };
         folder.write_whole(RUN, &serde_json::to_vec(&run).expect("plain data"), true)?;
@@ -147,9 +147,9 @@ impl Shared {
         Ok(Some(Shared { folder: folder.again().at(folder.path(), "cannot open")?, run }))
     }
 
-    /// Enters the run `run_id` (digest of `plan`) towards `out` that somebody has begun; with `nonce` that very run.
+    /// Enters the existing run `run_id` (digest of `plan`) towards `out`; with `nonce`, only that very run.
     ///
-    /// Errors: `NO_SUCH_PATH` if it is not there; `LEFTOVER_RUN` if the folder holds another one.
+    /// Errors: `NO_SUCH_PATH` if it does not exist; `LEFTOVER_RUN` if the folder has another run.
     pub fn enter(out: &Path, run_id: &str, plan: &[u8], nonce: Option<&str>) -> Result<Shared> {
         let place = Place::find(out, run_id)?;
         let path = place.folder_path();
@@ -181,7 +181,7 @@ impl Shared {
 
     /// The run towards `out` whose nonce begins with `nonce`, whatever its plan.
     ///
-    /// Errors: `NO_SUCH_PATH` if there is none.
+    /// Errors: `NO_SUCH_PATH` if there is no such run.
     pub fn called(out: &Path, nonce: &str) -> Result<Shared> {
         let place = Place::find(out, &"0".repeat(16))?;
         let absent = || {
@@ -259,7 +259,7 @@ impl Shared {
             .collect()
     }
 
-    /// Parts of a round that somebody has done all of.
+    /// Parts of a round that are finished.
     ///
     /// Errors: those of the system.
     pub fn done_parts(&self, round: u32) -> Result<BTreeSet<u32>> {
@@ -272,22 +272,22 @@ impl Shared {
         Ok(done)
     }
 
-    /// What a member has learnt.
+    /// The evidence of a member.
     ///
-    /// Errors: as for reading it; `IO` if it is not what that member wrote.
+    /// Errors: as for reading it; `IO` if it is not as the member wrote it.
     pub fn evidence(&self, log: &Log) -> Result<Vec<u8>> {
         log.evidence(&self.folder)
     }
 
-    /// Members that may be at work: they do not say that they have ended, their process is not proven dead, and within
-    /// `patience` they show a sign of life.
+    /// Members that may be at work: their journal does not say that they have ended, their process is not
+    /// proven dead, and they show a sign of life within `patience`.
     ///
     /// Errors: those of the system.
     pub fn alive(&self, patience: &Patience, go_on: &dyn Fn() -> bool) -> Result<Vec<Who>> {
         self.alive_of(&|_| true, patience, go_on)
     }
 
-    /// The same of those members that are asked for: nobody waits for a sign of life of the others.
+    /// The same for the given members only: the function does not wait for a sign of life of the others.
     fn alive_of(
         &self,
         wanted: &dyn Fn(&Option<Who>) -> bool,
@@ -319,7 +319,7 @@ impl Shared {
         Ok(alive)
     }
 
-    /// Begins the next round: from now on no other process writes to what becomes the result.
+    /// Begins the next round: from now on no other process writes to the files of the result.
     ///
     /// Errors: `LOCKED` if another process does so at the same time; errors of the system.
     pub fn claim(&self) -> Result<Claimed> {
@@ -365,7 +365,7 @@ impl Shared {
         disk::sync_data(&file, &path).at(&path, "cannot bring to disk")
     }
 
-    /// True unless another process has begun the last round: then the folder is not this process's to remove.
+    /// True unless another process has begun the last round; then this process must not remove the folder.
     pub(crate) fn is_own(&self) -> Result<bool> {
         let number = self.claims()?;
         let name = format!("{CLAIM}{number}");
@@ -387,7 +387,7 @@ impl Shared {
             .into())
     }
 
-    /// True if the last round has another directory than `data`: what was sealed there was overtaken.
+    /// True if the last round has another directory than `data`, so that the seal there is obsolete.
     ///
     /// Errors: those of the system.
     pub(crate) fn is_overtaken(&self, data: &str) -> Result<bool> {
@@ -398,7 +398,7 @@ impl Shared {
         Ok(claim.is_some_and(|claim| data != format!("data.{}", claim.nonce)))
     }
 
-    /// Refuses to go on with a round after which another one has begun.
+    /// Refuses to continue a round after which another one has begun.
     fn refuse_later(&self, number: u32) -> Result<()> {
         if self.claims()? == number {
             return Ok(());
@@ -419,7 +419,8 @@ impl Shared {
         Ok(round)
     }
 
-    /// Takes up a part of a round. One that somebody has begun is taken over if nothing was heard of it for `patience`.
+    /// Takes up a part of a round. A part that another process has begun is taken over if that process shows
+    /// no sign of life for `patience`.
     ///
     /// Errors: `LOCKED` if another process is at work on it; errors of the system.
     pub fn join(
@@ -458,7 +459,8 @@ impl Shared {
         OutFile::for_reading(&folder, last, size)
     }
 
-    /// Takes up what only one process does in a round: to make the files before the parts begin, or to conclude the run.
+    /// Takes up the work of a single process in a round: making the files before the parts begin, or
+    /// concluding the run.
     ///
     /// Errors: those of the system.
     pub fn preside(&self, claimed: &Claimed, clock: &Clock) -> Result<Member> {

@@ -1,4 +1,4 @@
-//! Files on another host that note what is read of them and what is announced, for tests.
+//! Files on another host that record reads and announcements, for tests.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -31,7 +31,7 @@ impl Elsewhere for Recorded {
     }
 }
 
-/// A file that notes what is read of it in `reads`, and what is announced in `announced`.
+/// A file that records its reads in `reads`, and announcements in `announced`.
 pub(crate) fn recorded(file: u32, bytes: Vec<u8>, reads: &Reads, announced: &Reads) -> SourceFile {
     let (reads, announced) = (Arc::clone(reads), Arc::clone(announced));
     let size = bytes.len() as u64;

@@ -20,13 +20,13 @@ use crate::publish::clock::Watched;
 use crate::publish::disk::At;
 use crate::steps::{self, Step};
 
-/// Bytes that are asked for at least, where nobody knew before what would be read, and at most, where reading goes on.
+/// Minimum bytes of a request for a read that was not announced, and its maximum if reading continues.
 const ASKED_LEAST: u64 = 256 << 10;
 const ASKED_MOST: u64 = 8 << 20;
-/// Time that bytes are given to arrive as they were lent.
+/// Time limit for lent bytes to arrive unchanged.
 pub(super) const ARRIVAL: Duration = Duration::from_secs(10);
 
-/// A file of another rank, for those who read it.
+/// A file of another rank, for its readers.
 #[derive(Debug)]
 struct RemoteFile {
     shared: Arc<Shared>,
@@ -34,15 +34,15 @@ struct RemoteFile {
     file: u32,
 }
 
-/// Ends the waiting of those who borrow.
+/// Ends the waiting of borrowers.
 pub(super) struct Giver {
     pub(super) shared: Weak<Shared>,
-    /// Roots here, and what people call them.
+    /// Roots here, and their names for users.
     pub(super) names: HashMap<PathBuf, String>,
 }
 
 impl RemoteFile {
-    /// Asks for what nobody had foreseen, and more where reading goes on from there.
+    /// Requests data that was not announced, and more of it if reading continues from there.
     fn ask_ahead(&self, lo: u64, hi: u64) -> Result<()> {
         let more = {
             let mut state = self.shared.lock();
@@ -60,7 +60,7 @@ impl RemoteFile {
         self.shared.ask(self.rank, self.file, &[(lo, more)], true)
     }
 
-    /// The pieces that hold bytes `lo..hi`, once they are there.
+    /// The pieces with bytes `lo..hi`, once they have arrived.
     fn wait_for(&self, lo: u64, hi: u64) -> Result<Vec<(u64, Given)>> {
         let mut is_requested = false;
         loop {
@@ -90,8 +90,8 @@ impl RemoteFile {
         }
     }
 
-    /// The bytes of the owner's process, opened anew if `again`; none if they are gone: an owner that stops takes them away,
-    /// and says so.
+    /// The lent bytes of the owner's process, opened anew if `again`; none if they are gone: an owner that
+    /// stops removes them, and announces that.
     fn bytes(&self, process: u64, again: bool) -> Result<Option<Arc<File>>> {
         let mut state = self.shared.lock();
         let Some(other) = state.others.get_mut(&self.rank) else {
@@ -116,8 +116,8 @@ impl RemoteFile {
         self.shared.lock().others.get(&self.rank).is_some_and(|other| other.process == piece.process)
     }
 
-    /// Reads a piece and compares it with its checksum, until it has arrived; none if another process has taken the rank
-    /// over, which lends it anew.
+    /// Reads a piece and compares it with its checksum until it has arrived; none if another process has
+    /// taken over the rank, and lends it anew.
     fn checked(&self, first: u64, piece: Given) -> Result<Option<Vec<u8>>> {
         let clock = &self.shared.clock;
         let mut watched = Watched::begin(clock.now(), ARRIVAL);

@@ -1,4 +1,4 @@
-//! What another rank says that it has, and what it has lent.
+//! The files that another rank has listed, and the bytes that it has lent.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,7 +15,7 @@ pub(super) struct Given {
     pub(super) len: u64,
     pub(super) place: u64,
     pub(super) crc32: u32,
-    /// Which process of the rank has lent them: one that has taken its rank over writes another file.
+    /// The process of the rank that has lent them: one that takes over the rank writes another file.
     pub(super) process: u64,
     /// True once they were read and found right.
     pub(super) checked: bool,
@@ -27,7 +27,7 @@ pub(super) struct Borrowed {
     pub(super) listed: Listed,
     pub(super) given: BTreeMap<u64, Given>,
     pub(super) requested: Ranges,
-    /// Where the last reading that nobody had foreseen ended, and how much was asked for then.
+    /// The end of the last read that was not announced, and the number of bytes requested for it.
     pub(super) ahead: (u64, u64),
 }
 
@@ -37,20 +37,20 @@ pub(super) struct Other {
     pub(super) nonce: String,
     /// Counts the processes that have held the rank.
     pub(super) process: u64,
-    /// How far its journal was read.
+    /// The position up to which its journal was read.
     pub(super) read: u64,
     /// Roots and files it has named since its journal was begun.
     pub(super) roots: Vec<Root>,
     pub(super) named: Vec<Listed>,
     pub(super) host_roots: Option<HostRoots>,
     pub(super) files: Vec<Borrowed>,
-    /// Its bytes, opened anew when what is there is not what was lent.
+    /// Its lent bytes, opened anew if they are not as they were lent.
     pub(super) bytes: Option<Arc<File>>,
     pub(super) served: u64,
 }
 
 impl Other {
-    /// Another process has taken this rank over: it says anew what it has.
+    /// Resets the rank, because another process has taken it over and lists its files anew.
     pub(super) fn restart(&mut self, nonce: String) {
         (self.nonce, self.read, self.bytes) = (nonce, 0, None);
         self.process += 1;
@@ -98,7 +98,7 @@ impl Other {
         Ok(Some(()))
     }
 
-    /// Takes note of what it has lent.
+    /// Records what it has lent.
     pub(super) fn take(&mut self, [file, lo, len, place, crc32]: [u64; 5]) -> Option<()> {
         let file = self.files.get_mut(usize::try_from(file).ok()?)?;
         let is_inside = len <= own::PIECE && lo.checked_add(len)? <= file.listed.size;
@@ -109,7 +109,7 @@ impl Other {
         is_inside.then_some(())
     }
 
-    /// The pieces that hold bytes `lo..hi` of a file; what of these is missing.
+    /// The pieces with bytes `lo..hi` of a file, and the missing ranges.
     pub(super) fn pieces(
         &self,
         file: u32,

@@ -1,4 +1,4 @@
-//! The owner's side: what it has, and lending it.
+//! The owner's side: listing and lending its files.
 
 use std::collections::VecDeque;
 use std::ffi::OsStr;
@@ -16,15 +16,15 @@ use crate::storage::{SourceFile, Stamp};
 
 /// Bytes that carry one checksum.
 pub(super) const PIECE: u64 = 1 << 20;
-/// Pieces that are lent before what others ask for is looked at again.
+/// Pieces that are lent before the requests of others are read again.
 const TURN: usize = 8;
-/// Files up to this size are lent whole from the start: texts, small tensors.
+/// Files up to this size are lent completely from the start: texts, small tensors.
 const SMALL: u64 = 64 << 10;
-/// Of others the first and the last bytes: headers and directories lie there.
+/// Number of first and last bytes that are lent of larger files, which have headers and directories there.
 const END: u64 = 16 << 10;
-/// Bytes that are lent so at most.
+/// Maximum bytes that are lent in this way.
 const UNASKED: u64 = 256 << 20;
-/// Files of the rank's own that are held open.
+/// The rank's own files that are held open.
 const OPEN: usize = 256;
 
 struct OwnFile {
@@ -47,7 +47,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// Says what this rank has, and lends what everybody reads of it.
+    /// Lists the files of this rank, and lends the parts that every rank reads.
     pub(super) fn begin(
         shared: &Arc<Shared>,
         host_roots: &HostRoots,
@@ -110,7 +110,8 @@ impl Owner {
         &self.shared
     }
 
-    /// One look at what others ask for, and some of it lent; whether there was anything to do.
+    /// Reads the requests of others once, and lends some of the data; returns whether there was anything to
+    /// do.
     pub(super) fn turn(&mut self) -> Result<bool> {
         let (asks, moved) = self.shared.follow()?;
         self.asks.extend(asks);
@@ -130,7 +131,7 @@ impl Owner {
         Ok(moved || !records.is_empty() || !self.unasked.is_empty())
     }
 
-    /// The next of what others have asked for.
+    /// The next pieces that others have requested.
     fn next_pieces(&mut self) -> Vec<Ask> {
         let mut pieces = Vec::new();
         while let Some((number, lo, hi)) = self.asks.pop_front() {
@@ -154,7 +155,7 @@ impl Owner {
         pieces
     }
 
-    /// Appends bytes of a file to those that are lent; what is to be said of them.
+    /// Appends bytes of a file to the lent ones; returns the record for them.
     fn write(&mut self, (number, lo, hi): Ask) -> Result<Vec<u8>> {
         let mut bytes = memory::allocate((hi - lo) as usize)?;
         let file = self.file(number)?;
@@ -169,7 +170,7 @@ impl Owner {
         Ok(entry)
     }
 
-    /// Says what was lent, once others can read it.
+    /// Announces lent bytes, once others can read them.
     fn tell(&self, records: &[Vec<u8>]) -> Result<()> {
         if records.is_empty() {
             return Ok(());

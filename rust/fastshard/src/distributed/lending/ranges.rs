@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub(super) struct Ranges(BTreeMap<u64, u64>);
 
 impl Ranges {
-    /// What of `lo..hi` is not in the set.
+    /// The ranges of `lo..hi` that are not in the set.
     pub(super) fn missing(&self, lo: u64, hi: u64) -> Vec<(u64, u64)> {
         let mut missing = Vec::new();
         let mut at = lo;

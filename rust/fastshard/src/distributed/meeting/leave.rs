@@ -1,4 +1,4 @@
-//! How a rank leaves: others read how it ended, before its card goes.
+//! The departure of a rank: others read how it ended before its card is removed.
 
 use std::time::Duration;
 
@@ -9,11 +9,12 @@ use crate::publish::clock::Watched;
 use crate::publish::folder::entries;
 use crate::steps::{self, Step};
 
-/// Time that others are given to read the end of a run, before its cards are removed.
+/// Time for others to read the end of a run before its cards are removed.
 const FAREWELL: Duration = Duration::from_secs(3);
 
 impl Meeting {
-    /// Takes this rank's card away; rank 0 lets the others read how it ended, and takes away all that is left.
+    /// Removes this rank's card; rank 0 lets the others read how it ended, and removes everything that is
+    /// left.
     pub(super) fn leave(&self) {
         let rank = self.about.rank;
         let gone = |name: &str| drop(self.table.folder.remove_file(name));

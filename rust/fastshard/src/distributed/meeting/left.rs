@@ -22,8 +22,8 @@ pub(super) fn is_ours(name: &str) -> bool {
         || lending::is_ours(name)
 }
 
-/// Takes away what ranks towards `out` have left, if all of them are proven dead: a process by itself has finished their
-/// run. What cannot be done is left to [`crate::publish::gc`].
+/// Removes the remains of ranks towards `out` if all of them are proven dead, after a single process has
+/// finished their run. It leaves what it cannot remove to [`crate::publish::gc`].
 pub fn forget_dead(out: &Path) {
     let Ok(place) = Place::find(out, "0000000000000000") else { return };
     let Ok(folder) = place.base.sub(&place.meeting_name()) else { return };
@@ -32,7 +32,8 @@ pub fn forget_dead(out: &Path) {
     }
 }
 
-/// Removes the folder `name`, in which ranks met, if nobody who has a card there is alive as far as can be told.
+/// Removes the folder `name`, in which ranks met, if no rank with a card there is alive, as far as this is
+/// known.
 pub(super) fn remove_if_dead(base: &Dir, name: &OsStr, folder: &Dir) {
     let Ok(names) = entries(folder) else { return };
     let is_dead = |name: &String| {
@@ -46,7 +47,7 @@ pub(super) fn remove_if_dead(base: &Dir, name: &OsStr, folder: &Dir) {
     }
 }
 
-/// Takes away the cards of ranks that are gone, and the folder if none is left.
+/// Removes the cards of ranks that are gone, and the folder if none is left.
 pub(crate) fn collect(
     place: &Place,
     patience: &Patience,

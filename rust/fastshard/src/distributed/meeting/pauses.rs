@@ -14,12 +14,12 @@ pub struct Pauses {
 }
 
 impl Pauses {
-    /// Up to so long, by this clock.
+    /// Pauses up to this length, by this clock.
     pub fn new(clock: &Clock, most: Duration) -> Pauses {
         Pauses { clock: clock.clone(), next: FIRST_LOOK.min(most), most }
     }
 
-    /// Sleeps; the next time a little longer.
+    /// Sleeps, each time a little longer.
     pub fn sleep(&mut self) {
         self.clock.sleep(self.next);
         self.next = (self.next * 5 / 4).min(self.most);

@@ -1,4 +1,4 @@
-//! What ranks say of one another: who is missing, who is gone, who was started otherwise.
+//! Findings of ranks about one another: which one is missing, is gone, or was started with other options.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,11 +9,11 @@ use crate::error::{Finding, Result};
 
 /// Largest list of a rank's sources, in bytes.
 const MAX_SOURCES: u64 = 1 << 30;
-/// Files named of those that differ.
+/// Maximum number of differing files that a finding names.
 const NAMED: usize = 8;
 
 impl Meeting {
-    /// Findings for ranks that rank 0 has not seen, as its card says.
+    /// Findings for ranks that rank 0 has not seen, according to its card.
     pub(super) fn absent(&self, zero: &Card, others: &BTreeMap<u32, Heard>) -> Vec<Finding> {
         let seen = zero.seen.keys().map(|rank| match others.get(rank) {
             Some(heard) => place_of(&heard.card),
@@ -58,7 +58,7 @@ impl Meeting {
         vec![finding]
     }
 
-    /// Refuses ranks that were started with other words than rank 0.
+    /// Refuses ranks that were started with other options than rank 0.
     pub(super) fn alike(&self) -> Result<()> {
         let state = self.table.lock();
         let differing = state.others.values().filter_map(|heard| differing(&state.card, &heard.card));
@@ -69,7 +69,7 @@ impl Meeting {
         }
     }
 
-    /// What of the sources differs from what rank 0 sees.
+    /// The differences of the sources from those that rank 0 sees.
     pub(super) fn other_plan(&self, files: &[Seen]) -> Finding {
         let bytes =
             self.table.folder.read_small(&sources_of(0), MAX_SOURCES).ok().flatten().unwrap_or_default();
@@ -131,7 +131,7 @@ impl Meeting {
     }
 }
 
-/// A rank and where it is, for people.
+/// A rank and its place, for users.
 fn place_of(card: &Card) -> String {
     format!("rank {} on {} ({})", card.rank, card.process.host, card.storage)
 }

@@ -1,4 +1,4 @@
-//! Cards of ranks, and the folder in which they lie.
+//! Cards of ranks, and their folder.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -20,7 +20,7 @@ pub(super) const BEAT_EVERY: Duration = Duration::from_millis(500);
 /// Largest card, in bytes.
 pub(super) const MAX_CARD: u64 = 16 << 20;
 
-/// How far a rank is.
+/// The progress of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -34,11 +34,11 @@ pub enum Phase {
     Working,
     /// The result is published.
     Published,
-    /// Something went wrong: the findings say what.
+    /// An error occurred: the findings describe it.
     Stopped,
 }
 
-/// Where the parts of a run are to be found.
+/// The place of a run's parts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opened {
     /// The run's nonce.
@@ -58,30 +58,30 @@ pub struct Seen {
     pub mtime_ns: i64,
 }
 
-/// What a rank says of itself.
+/// A rank's description of itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Card {
     /// Its number, and of how many.
     pub rank: u32,
     /// The number of ranks.
     pub world: u32,
-    /// This process, as no other one is called.
+    /// The unique name of this process.
     pub(super) nonce: String,
-    /// Counts up as long as it lives.
+    /// A counter that grows as long as it lives.
     pub(super) beat: u64,
     /// Who it is.
     pub process: Process,
     /// What lies under the destination, for people.
     pub storage: String,
-    /// What it was started with; must be the same for all.
+    /// The options that it was started with, which must be the same for all ranks.
     pub(super) words: BTreeMap<String, serde_json::Value>,
     /// Nonce of the rank 0 that it has read.
     pub(super) answers: Option<String>,
-    /// Of rank 0: nonces of the ranks it has seen.
+    /// For rank 0: nonces of the ranks it has seen.
     pub(super) seen: BTreeMap<u32, String>,
     /// How far it is.
     pub phase: Phase,
-    /// Digest of its plan, and what it was made of: paths and sizes of files.
+    /// Digest of its plan, and the sources of the plan: paths and sizes of files.
     pub(super) plan: Option<String>,
     /// The run, once it has begun.
     pub(super) opened: Option<Opened>,
@@ -95,7 +95,7 @@ pub(super) struct Table {
     pub(super) name: OsString,
     pub(super) folder: Dir,
     pub(super) clock: Clock,
-    /// How long others may be silent.
+    /// The time that others may be silent.
     pub(super) timeout: Duration,
     pub(super) state: Mutex<State>,
 }
@@ -103,18 +103,18 @@ pub(super) struct Table {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) card: Card,
-    /// What it was when it was written last, and when.
+    /// Its content when it was last written, and the time of that.
     pub(super) written: Option<(u64, Duration)>,
     /// Counts changes of the card.
     pub(super) changes: u64,
     /// Nonce and counter of a card of this rank that was silent when it was taken over: its process may be stopped, or
     /// gone with its host.
     pub(super) silent: Option<(String, u64)>,
-    /// Cards of the others that answer: rank 0 has all, others have that of rank 0.
+    /// Cards of the others that answer: rank 0 has all of them, others have that of rank 0.
     pub(super) others: BTreeMap<u32, Heard>,
     /// True once the thread is to end.
     pub(super) ended: bool,
-    /// What keeps the thread from going on.
+    /// The error that stopped the thread.
     pub(super) failed: Option<Finding>,
 }
 
@@ -122,14 +122,14 @@ pub(super) struct State {
 #[derive(Debug, Clone)]
 pub(super) struct Heard {
     pub(super) card: Card,
-    /// For how long its counter was not seen to move.
+    /// The time for which its counter did not move.
     pub(super) silent: Watched,
-    /// True once it has moved at all: what lies there from earlier does not.
+    /// True once the counter has moved, which that of an old card never does.
     pub(super) lives: bool,
 }
 
 impl Heard {
-    /// True if it is the card that was read last.
+    /// True if this is the card that was read last.
     fn is(&self, card: &Card) -> bool {
         (&self.card.nonce, self.card.beat) == (&card.nonce, card.beat)
     }
@@ -154,7 +154,7 @@ impl Table {
         serde_json::from_slice(&bytes).ok().filter(|card: &Card| card.rank == rank)
     }
 
-    /// Writes the card as it is now, whole.
+    /// Writes the complete current card.
     pub(super) fn write(&self, state: &mut State) -> Result<()> {
         // The time before others can see it: the next one is due by that.
         let now = self.clock.now();
@@ -179,7 +179,7 @@ impl Table {
         Ok(())
     }
 
-    /// One look at the others, and a sign of life.
+    /// Reads the cards of the others once, and gives a sign of life.
     pub(super) fn turn(&self) -> Result<()> {
         let (rank, world) = {
             let state = self.lock();
@@ -239,7 +239,7 @@ impl Table {
         Ok(())
     }
 
-    /// Rank 0 lists those that answer it.
+    /// Lists the ranks that answer rank 0.
     pub(super) fn see(&self, state: &mut State) {
         let own = state.card.nonce.clone();
         let answering: Vec<(u32, String)> = state
@@ -257,7 +257,7 @@ impl Table {
     }
 }
 
-/// The error of a rank whose place another process has, which is alive.
+/// The error of a rank whose place a living process has.
 pub(super) fn taken(other: &Card) -> Error {
     Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
         .rank(format!("rank {}", other.rank))

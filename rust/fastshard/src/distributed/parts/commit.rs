@@ -1,4 +1,4 @@
-//! Commits a run: judges what its parts have made, makes what is left, and publishes.
+//! Commits a run: judges the output of its parts, makes the remaining tiles, and publishes.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -23,7 +23,7 @@ use crate::write::complete::{complete, roll_forward};
 use crate::write::options::{document, engine_options, Run};
 use crate::write::resume::resumable;
 
-/// Concludes a run whose parts are all made: judges what they have learnt, makes what is left, and publishes.
+/// Concludes a run whose parts are all made: judges their evidence, makes the remaining tiles, and publishes.
 ///
 /// # Errors
 /// As [`crate::write::write`]; `FS523` if a part is missing.
@@ -52,7 +52,7 @@ pub fn conclude(
 /// Concludes the run called `nonce`, as a process that has not begun it.
 ///
 /// # Errors
-/// As [`conclude`]; `FS501` if the run is not there.
+/// As [`conclude`]; `FS501` if the run does not exist.
 pub fn commit(run: &Run<'_>, nonce: &str) -> Result<(Manifest, Vec<Finding>)> {
     let Run { plan, out, .. } = *run;
     let shared = Shared::enter(out, &plan.digest(), &document(plan), Some(nonce))?;
@@ -60,8 +60,8 @@ pub fn commit(run: &Run<'_>, nonce: &str) -> Result<(Manifest, Vec<Finding>)> {
     done.or_else(|error| unless_published(out, &shared.run.nonce, error))
 }
 
-/// An error of this process, unless others have published the run called `nonce` without it: it was away, and was
-/// given up, or they were faster.
+/// An error of this process, unless others have published the run called `nonce` without it, because it was
+/// abandoned or slower.
 pub(crate) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<(Manifest, Vec<Finding>)> {
     let ours =
         |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|provenance| provenance.run == nonce);
@@ -98,7 +98,7 @@ fn commit_found(run: &Run<'_>, shared: &Shared) -> Result<(Manifest, Vec<Finding
     conclude(run, staging, shared, findings)
 }
 
-/// Takes the run over, and puts together what its parts have made.
+/// Takes over the run, and combines the output of its parts.
 fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared, clock: &Clock) -> Result<Prior> {
     let sizes = work_of(shared)?.sizes();
     if let Some(round) = shared.round()? {
@@ -144,7 +144,7 @@ fn evidence_of(shared: &Shared, log: &Log) -> Result<Evidence> {
     })
 }
 
-/// Which files are complete: all of their tensors were made by parts, in pages that no two parts share.
+/// The complete files, all of whose tensors parts made in pages that no two parts share.
 fn complete_files(plan: &Plan, sizes: &[u64], earlier: &Earlier, remade: &BTreeSet<u32>) -> Vec<bool> {
     let mut done = vec![0; plan.files.len()];
     for run in earlier.adopted.iter().flat_map(|(_, share)| &share.tiles) {
@@ -167,7 +167,7 @@ fn complete_files(plan: &Plan, sizes: &[u64], earlier: &Earlier, remade: &BTreeS
     (0u32..).zip(&plan.files).map(is_complete).collect()
 }
 
-/// Who has made what, for the manifest.
+/// The makers of the parts, for the manifest.
 fn provenance(plan: &Plan, sizes: &[u64], shared: &Shared, earlier: &Earlier) -> Result<Provenance> {
     let maker = |log: &Log, share: &Share| {
         let who = log.who.as_ref();

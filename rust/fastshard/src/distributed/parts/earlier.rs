@@ -1,4 +1,4 @@
-//! What members of earlier rounds have made: whose work counts, and whether it is what is there.
+//! The work of members of earlier rounds: which work counts, and whether it is unchanged on disk.
 
 use std::collections::BTreeSet;
 
@@ -13,21 +13,21 @@ use crate::plan::tiles::Share;
 use crate::plan::Plan;
 use crate::write::records;
 
-/// Part of what others have written that is read back before it is published.
+/// Share of the others' output that is read back before it is published.
 const SPOT_CHECKED: u64 = 256;
 
-/// What earlier rounds have made of a run, once nobody writes any more.
+/// The work of earlier rounds, once nobody writes any more.
 pub(super) struct Earlier {
     pub(super) claimed: Claimed,
-    /// Members whose work counts as it is, and what they have made.
+    /// Members whose work counts unchanged, and their work.
     pub(super) adopted: Vec<(String, Share)>,
-    /// Parts of the last round that nobody has done.
+    /// Parts of the last round that nobody has finished.
     pub(super) missing: Vec<u32>,
 }
 
 impl Earlier {
-    /// Adopted are members that have done all of their part, on which nobody else has worked, in files that nobody can
-    /// have written to since.
+    /// Adopts members that have finished their part, if nobody else has worked on the part or can have
+    /// written to its files since.
     pub(super) fn of(
         plan: &Plan,
         shared: &Shared,
@@ -73,7 +73,7 @@ pub(super) fn is_of(log: &Log, round: u32, part: u32) -> bool {
 /// Reads some of the tiles that a member has written back, as this process sees the destination.
 ///
 /// # Errors
-/// `FS517` if they are not what it wrote.
+/// `FS517` if they differ from what it wrote.
 pub(super) fn spot_check(
     plan: &Plan,
     shared: &Shared,

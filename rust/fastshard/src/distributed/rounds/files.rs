@@ -1,4 +1,5 @@
-//! The files of a round: moved into a directory that nobody else has opened, and copied where somebody may still write.
+//! The files of a round: moved into a directory that nobody else has opened, and copied if somebody may still
+//! write to them.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -13,11 +14,11 @@ use crate::error::{Finding, Result};
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::folder::{entries, is_data};
 
-/// Times that older folders are emptied: somebody may be moving files as well.
+/// Number of times that older folders are emptied, because another process may be moving files as well.
 const TIMES: usize = 100;
 
 impl Shared {
-    /// Moves all files into a directory that nobody holds, and removes those they lay in.
+    /// Moves all files into a directory that nobody holds, and removes their old directories.
     pub(super) fn gather(&self, number: u32, data: &str) -> Result<()> {
         let path = self.folder.join(data);
         self.folder.create_dir(OsStr::new(data), disk::BY_UMASK).at(&path, "cannot create")?;
@@ -44,7 +45,8 @@ impl Shared {
             .into())
     }
 
-    /// Copies the files that somebody may still have open: those in `renewed`, and those that have another name too.
+    /// Copies the files that another process may still have open: those in `renewed`, and those that have
+    /// another name too.
     pub(super) fn renew(&self, data: &str, renewed: &mut BTreeSet<u32>) -> Result<()> {
         let data_dir = self.folder.sub(OsStr::new(data)).at(&self.folder.join(data), "cannot open")?;
         for (file, (name, _)) in (0u32..).zip(&self.run.files) {
@@ -89,7 +91,7 @@ fn move_all(from: &Dir, to: &Dir) -> Result<()> {
     Ok(())
 }
 
-/// Removes a directory that holds nothing but directories; one into which something came meanwhile stays.
+/// Removes a directory that contains only directories; one that has received something meanwhile stays.
 fn remove_emptied(base: &Dir, name: &OsStr) -> Result<()> {
     let path = base.join(name);
     let directory = match base.sub(name) {
