@@ -1,4 +1,4 @@
-//! Shards against each other: duplicated and swapped files show in what ranks and layers share.
+//! Comparison of shards: duplicated and swapped files show in data that ranks and layers share.
 
 mod contents;
 mod copied;
@@ -34,7 +34,7 @@ pub(super) use repeated_parts::repeated_parts;
 pub(super) use replicas::odd_ones;
 pub(super) use swapped::swapped;
 
-/// Smaller shards are equal by chance or by construction too often to say anything.
+/// Minimum size of a meaningful shard: smaller ones are too often equal by chance or by construction.
 const MIN_BYTES: u64 = 32;
 /// Runs in which a large tensor is sampled.
 const RUNS: u64 = 16;
@@ -43,7 +43,7 @@ pub(super) const CHUNK: usize = 256 << 10;
 /// Bytes of a sample.
 const SAMPLE: usize = 4 << 10;
 
-/// Adds what was found of whole files to what was found of their tensors, which is then told with it.
+/// Merges the findings about complete files with those about their tensors.
 pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
     for file in files {
         let same =
@@ -56,7 +56,7 @@ pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
     }
 }
 
-/// What is known of a plan's contents once all is read, where some of it is there twice.
+/// Knowledge about contents of a plan that occur twice, once everything is read.
 #[derive(Clone, Copy)]
 struct Equal<'a, 'p> {
     plan: &'p Plan,
@@ -68,7 +68,7 @@ struct Equal<'a, 'p> {
     meant: &'a Meant<'a>,
 }
 
-/// Whole files and blocks that are copies of others.
+/// Complete files and blocks that are copies of others.
 pub(super) fn copied<'p>(
     plan: &'p Plan,
     sources: &Sources<'p>,
@@ -91,7 +91,7 @@ pub(super) fn copied<'p>(
     Ok((copied::copied_files(equal)?, repeated_blocks::repeated_blocks(equal)?))
 }
 
-/// Makes a copy that was made on purpose, as the user says, a warning.
+/// Turns the finding about a copy into a warning if the user declares the copy intentional.
 pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
     if finding.code != codes::DUPLICATED_SHARD {
         return;
@@ -117,7 +117,7 @@ pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
     }
 }
 
-/// The CRC32 of a tensor's bytes in C order, as far as reading has told it.
+/// The CRC32 of a tensor's bytes in C order, if it is known from reading.
 fn crc_of(sources: &Sources, stored: &StoredTensor) -> Option<u32> {
     let mut whole = crc32fast::Hasher::new();
     for (blob, lo, hi) in runs_of(stored)? {
@@ -163,8 +163,8 @@ fn runs_of_part(stored: &StoredTensor, d: usize, times: u64, part: u64) -> impl 
     (0..outer).map(move |o| (o * n * inner + part * run, run))
 }
 
-/// Runs of elements, each as first and number, in which values are looked for: of a large tensor spread evenly over it,
-/// its first and its last elements among them.
+/// Runs of elements, each as first and number, for the search of values: in a large tensor they are spread
+/// evenly, and include its first and last elements.
 fn spread_runs(total: u64, item: usize) -> impl Iterator<Item = (u64, u64)> {
     let each = (CHUNK / item) as u64;
     let (runs, each) = if total <= RUNS * each { (1, total) } else { (RUNS, each) };
@@ -191,7 +191,8 @@ impl<'a, 'p> Reader<'a, 'p> {
         (0..total.div_ceil(per)).map(move |i| (i * per, ((total - i * per).min(per)) as usize * item))
     }
 
-    /// So many bytes of a tensor's elements from `at` on, in C order: of one of its [`Reader::chunks`].
+    /// A number of bytes of a tensor's elements from `at` on, in C order, within one of its
+    /// [`Reader::chunks`].
     fn read(&mut self, stored: &StoredTensor, at: u64, bytes: usize) -> Result<&[u8]> {
         read_range(self.sources, stored, at, &mut self.a[..bytes], &mut self.scratch)?;
         Ok(&self.a[..bytes])
@@ -218,7 +219,7 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(*hasher.finalize().as_bytes())
     }
 
-    /// A digest of the middle of a tensor; none where that is constant.
+    /// A digest of the middle of a tensor; none if that is constant.
     fn sample(&mut self, stored: &StoredTensor) -> Result<Option<u64>> {
         let item = stored.dtype.size();
         let total = element_count(&stored.shape).unwrap_or(0);
@@ -227,7 +228,7 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok((!kernel::is_constant(bytes, item)).then(|| digest_of(bytes)))
     }
 
-    /// True if a tensor has too few different values for equality to say something.
+    /// True if a tensor has too few different values for equality to mean something.
     fn says_nothing(&mut self, stored: &StoredTensor) -> Result<bool> {
         let mut values = Values::default();
         for (first, n) in spread_runs(element_count(&stored.shape).unwrap_or(0), stored.dtype.size()) {
@@ -236,7 +237,7 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(!values.enough())
     }
 
-    /// Takes note of the values of `n` elements from `first` on, in C order, until there are enough.
+    /// Records the values of `n` elements from `first` on, in C order, until there are enough.
     fn add_values(&mut self, stored: &StoredTensor, first: u64, n: u64, values: &mut Values) -> Result<()> {
         let item = stored.dtype.size();
         let per = (CHUNK / item) as u64;
@@ -251,12 +252,12 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(())
     }
 
-    /// True if a tensor is, along one of its dimensions, the same several times.
+    /// True if a tensor repeats itself along one of its dimensions.
     fn repeats(&mut self, stored: &StoredTensor) -> Result<bool> {
         (0..stored.shape.len()).try_fold(false, |found, d| Ok(found || self.repeats_along(stored, d)?))
     }
 
-    /// True if a tensor is the same several times along a dimension.
+    /// True if a tensor repeats itself along a dimension.
     fn repeats_along(&mut self, stored: &StoredTensor, d: usize) -> Result<bool> {
         let n = stored.shape[d];
         for times in [2, 3, 5, 7].into_iter().filter(|times| n > 0 && n.is_multiple_of(*times)) {
@@ -301,7 +302,7 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(true)
     }
 
-    /// The values of a tensor; of a larger one `most` of them, in runs spread evenly over it.
+    /// The values of a tensor; for a larger one, `most` of them in evenly spread runs.
     fn floats(&mut self, stored: &StoredTensor, most: u64) -> Result<Vec<f32>> {
         let item = stored.dtype.size();
         let total = element_count(&stored.shape).unwrap_or(0);

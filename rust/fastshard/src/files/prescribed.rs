@@ -26,13 +26,13 @@ pub struct FileSide {
     pub content: Content,
 }
 
-/// What a prescribed file holds.
+/// The content of a prescribed file.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Content {
     /// (name in the file, tensor), in this order.
     Safetensors(Vec<(String, String)>),
-    /// A value as `torch.save` would be given it.
+    /// A value in the form in which `torch.save` takes it.
     TorchZip(Tree),
     /// Records of torch.distributed.checkpoint.
     Records(Vec<RecordSide>),
@@ -82,7 +82,7 @@ impl Content {
         }
     }
 
-    /// Shapes of tensors as the file has them, where they are others.
+    /// Shapes of tensors in the file, if they differ.
     fn shapes(&self) -> HashMap<&str, &[u64]> {
         let Content::Records(records) = self else { return HashMap::new() };
         records.iter().filter_map(|r| Some((r.key.as_str(), r.shape.as_deref()?))).collect()
@@ -103,7 +103,7 @@ impl Content {
     }
 }
 
-/// Scalars that no tensor of the source gives: element type and value by name.
+/// Scalars that come from no tensor of the source: element type and value by name.
 pub type Constants = BTreeMap<String, (Dtype, u32)>;
 
 /// Puts outputs and constants into the files that the target prescribes: each into exactly one.
@@ -205,7 +205,7 @@ impl Placing {
         inside
     }
 
-    /// Lays a file out, as long as nothing is wrong.
+    /// Lays out a file, unless there is an error.
     fn lay_out(&mut self, side: &FileSide, mut inside: Vec<Output>) {
         if self.findings.is_empty() {
             let form = match &side.content {
@@ -231,7 +231,7 @@ impl Placing {
         self.outputs.extend(inside);
     }
 
-    /// Notes where the records of a file lie, for the `.metadata` that names them.
+    /// Records the places of a file's records, for the `.metadata` that names them.
     fn note_records(&mut self, records: &[RecordSide], file: &OutFile, inside: &[Output]) {
         let spans = record_frames(file, &inside.iter().collect::<Vec<_>>()).expect("laid out before");
         let by_key: HashMap<&str, &Output> = inside.iter().map(|o| (o.key(), o)).collect();
@@ -258,7 +258,7 @@ impl Placing {
     }
 }
 
-/// A scalar that no tensor of the source gives.
+/// A scalar that comes from no tensor of the source.
 fn constant(name: &str, (dtype, number): (Dtype, u32)) -> Output {
     Output {
         name: name.into(),

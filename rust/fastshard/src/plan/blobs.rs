@@ -58,7 +58,7 @@ pub(crate) fn blobs_of_output(plan: &Plan, output: &Output) -> Vec<u32> {
     blobs
 }
 
-/// Marks the blobs whose checksum is wanted: those that carry one, and those of shards to be compared.
+/// Marks the blobs whose checksum is needed: those that carry one, and those of shards to compare.
 pub(crate) fn tracked_blobs(plan: &Plan) -> Vec<bool> {
     let mut tracked: Vec<bool> = plan.blobs.iter().map(|b| b.crc32.is_some()).collect();
     for stored in plan.stored.iter().filter(|s| s.shard.is_some()) {
@@ -70,7 +70,8 @@ pub(crate) fn tracked_blobs(plan: &Plan) -> Vec<bool> {
     tracked
 }
 
-/// Lists, for each blob, where tensors begin and end whose checksums are compared, sorted: segments stop there.
+/// Lists, for each blob, the sorted starts and ends of tensors whose checksums are compared: segments stop
+/// there.
 pub(crate) fn cuts(plan: &Plan, tracked: &[bool]) -> Vec<Vec<u64>> {
     let mut cuts = vec![Vec::new(); plan.blobs.len()];
     for stored in plan.stored.iter().filter(|s| s.shard.is_some() || !s.index.is_empty()) {

@@ -1,14 +1,15 @@
-//! What an adapter makes of a stored tensor's values: products of two narrow matrices, vectors, rows.
+//! The changes that an adapter makes to a stored tensor's values: products of two narrow matrices, vectors,
+//! rows.
 //!
-//! All of it is computed in float32 and rounded once, as the tensor's dtype in the result wants it. Factors are stored
-//! tensors of the plan like any other, and no outputs.
+//! Changes are computed in float32 and rounded once to the tensor's dtype in the result. Factors are stored
+//! tensors of the plan like any other, and are not outputs.
 
 use serde::{Deserialize, Serialize};
 
 use super::StoredTensor;
 use crate::tensor::element_count;
 
-/// One change, applied to the values of the whole stored tensor.
+/// One change, applied to the values of the full stored tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
@@ -47,7 +48,7 @@ pub enum Change {
     },
 }
 
-/// How a tensor that is multiplied with has outputs and inputs.
+/// The arrangement of outputs and inputs in a tensor that is a factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Form {
@@ -66,11 +67,11 @@ pub enum Form {
 pub struct Window {
     /// Experts of the product.
     pub experts: u64,
-    /// The one that the tensor is of.
+    /// The expert of the tensor.
     pub expert: u64,
     /// Outputs of the product, of one expert.
     pub outs: u64,
-    /// The first that the tensor has.
+    /// The first output of the tensor.
     pub out: u64,
 }
 
@@ -86,14 +87,14 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// Those of the whole product, of which a tensor of these extents takes a part.
+    /// The extents of the full product, of which a tensor of these extents takes a part.
     pub fn of_product(self, window: Option<Window>) -> Extents {
         window.map_or(self, |w| Extents { experts: w.experts, out: w.outs, ..self })
     }
 }
 
 impl Form {
-    /// Extents of a tensor of this form; `None` for a shape that it cannot have.
+    /// Extents of a tensor of this form; `None` for an impossible shape.
     pub fn extents(self, shape: &[u64]) -> Option<Extents> {
         let of = |experts, out, inputs| Some(Extents { experts, out, inputs });
         match (self, shape) {
@@ -129,7 +130,7 @@ impl Change {
         }
     }
 
-    /// What is done, in words.
+    /// The change in words.
     pub fn words(&self) -> String {
         match self {
             Change::LowRank { rank, scale, magnitude: None, .. } => {
@@ -143,7 +144,7 @@ impl Change {
         }
     }
 
-    /// What does not fit a tensor of this shape: which factor, the shape that it should have, and the one that it has.
+    /// The factor that does not fit a tensor of this shape, with its expected and its actual shape.
     pub fn misfit(&self, shape: &[u64], stored: &[StoredTensor]) -> Option<(u32, String, String)> {
         let of = |index: u32| &stored[index as usize];
         let wrong = |index: u32, want: Vec<u64>| {

@@ -1,4 +1,4 @@
-//! What the engine relies on in a plan, wherever it came from.
+//! Checks of the properties of a plan on which the engine relies, wherever the plan came from.
 
 use std::collections::BTreeSet;
 
@@ -8,9 +8,8 @@ use crate::error::{Finding, Result};
 use crate::tensor::element_count;
 
 impl Plan {
-    /// Checks what the engine relies on, wherever the plan came from: indices, bounds, and that each
-    /// output's parts have the volume of the output. (That they are disjoint is proven when they are
-    /// composed.)
+    /// Checks the properties on which the engine relies, wherever the plan came from: indices, bounds, and
+    /// that each output's parts have the volume of the output. (Composing proves that they are disjoint.)
     ///
     /// # Errors
     /// `FS205`/`FS206` naming the output; `FS211` for one that no file can hold.
@@ -30,7 +29,7 @@ impl Plan {
         }
     }
 
-    /// What is wrong with an output and its parts.
+    /// The faults of an output and its parts.
     fn faults_of(&self, output: &Output) -> Vec<Finding> {
         let fault = |code, what: &str, expected: String, got: String| {
             Finding::new(code, what).tensor(&output.name).expected(expected, got)
@@ -80,7 +79,7 @@ impl Plan {
         faults
     }
 
-    /// What is wrong with the codes that a tensor's values are made of: code, what, expected, got.
+    /// The fault of the codes that a tensor's values are made from: code, message, expected, got.
     fn fault_of_codes(
         &self,
         index: u32,
@@ -97,7 +96,7 @@ impl Plan {
         coded.needs().find_map(|of| self.fault_of_codes(*of, &self.stored[*of as usize]))
     }
 
-    /// What is wrong with the factors that change a tensor: code, what, expected, got.
+    /// The fault of the factors that change a tensor: code, message, expected, got.
     fn fault_of_changes(&self, tensor: &StoredTensor) -> Option<(Code, &'static str, String, String)> {
         let changes = || tensor.changes.iter();
         if changes().flat_map(Change::needs).any(|n| n as usize >= self.stored.len()) {

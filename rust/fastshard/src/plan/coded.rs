@@ -1,4 +1,5 @@
-//! Codes that stand for values: how quantised weights are stored, and what gives the codes their values.
+//! Codes that represent values: the storage of quantised weights, and the tensors that give the codes their
+//! values.
 //!
 //! The value of an element is `(number of its code - zero point) * scale + term`, each step in float32 and the product
 //! rounded as its reference rounds it. Scales, zero points and tables are stored tensors of the plan, and may be coded
@@ -9,33 +10,34 @@ use serde::{Deserialize, Serialize};
 use super::{Pieces, StoredTensor};
 use crate::tensor::{c_strides, element_count, Dtype};
 
-/// What makes values of codes. `R` names a tensor: in a plan its index into [`super::Plan::stored`].
+/// The description of values that are made from codes. `R` names a tensor: in a plan its index into
+/// [`super::Plan::stored`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Coded<R = u32> {
     /// The codes.
     pub codes: R,
     /// Where the code of an element lies.
     pub packing: Packing,
-    /// What a code is as a number.
+    /// The number that a code represents.
     pub numbers: Numbers<R>,
-    /// True where elements, and blocks of them, are counted over the whole tensor and not by row and column.
+    /// True if elements, and blocks of them, are counted over the full tensor instead of by row and column.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub flat: bool,
-    /// True where the codes lie transposed: their rows are the tensor's last dimension.
+    /// True if the codes are transposed: their rows are the tensor's last dimension.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub turned: bool,
-    /// What is taken from the number of a code.
+    /// The number that is subtracted from the number of a code.
     #[serde(default = "nothing", skip_serializing_if = "Option::is_none")]
     pub zero: Option<Grid<R>>,
-    /// What the difference is multiplied by.
+    /// The factors of the difference.
     #[serde(default = "no_scales", skip_serializing_if = "Vec::is_empty")]
     pub scales: Vec<Scale<R>>,
-    /// Groups that rows or columns belong to, where these are not in order.
+    /// Groups that rows or columns belong to, if these are not in order.
     #[serde(default = "no_groups", skip_serializing_if = "Option::is_none")]
     pub groups: Option<Groups<R>>,
-    /// What the product is rounded to; `F32` for none.
+    /// The dtype to which the product is rounded; `F32` for no rounding.
     pub rounded: Dtype,
-    /// What is added at the end.
+    /// The number that is added at the end.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub term: f32,
 }
@@ -54,10 +56,10 @@ pub struct Grid<R = u32> {
 pub struct Scale<R = u32> {
     /// The factors.
     pub grid: Grid<R>,
-    /// True to divide what the scales before it make by them; else they multiply it.
+    /// True to divide the product of the earlier scales by them; else they multiply it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub divides: bool,
-    /// What the scale is rounded to with them; `F32` for none.
+    /// The dtype to which the scale is rounded with them; `F32` for no rounding.
     pub rounded: Dtype,
 }
 
@@ -91,15 +93,15 @@ pub enum Packing {
     },
 }
 
-/// What a code is as a number.
+/// The number that a code represents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Numbers<R = u32> {
     /// A float of 8 bits.
     Float(Dtype),
-    /// An integer without sign, less this.
+    /// An unsigned integer minus this number.
     Less(u32),
-    /// An integer of two's complement, of so many bits.
+    /// An integer in two's complement with this number of bits.
     Signed(u32),
     /// A float of 4 bits: sign, two of exponent, one of fraction (OCP MX, E2M1).
     E2m1 {
@@ -171,7 +173,7 @@ impl<R> Coded<R> {
         })
     }
 
-    /// The tensors that it is made of, the codes first.
+    /// The tensors that it is made from, the codes first.
     pub fn needs(&self) -> impl Iterator<Item = &R> {
         let table = match &self.numbers {
             Numbers::Table(table) => Some(table),
@@ -184,7 +186,7 @@ impl<R> Coded<R> {
             .chain(self.groups.iter().map(|groups| &groups.of))
     }
 
-    /// A tensor's extents as its codes lie: leading dimensions as one, rows, columns.
+    /// A tensor's extents in the arrangement of its codes: leading dimensions as one, rows, columns.
     pub fn extents(&self, shape: &[u64]) -> [u64; 3] {
         if self.flat {
             return [1, 1, element_count(shape).unwrap_or(0)];
@@ -208,7 +210,7 @@ impl<R> Coded<R> {
         strides.to_vec()
     }
 
-    /// How many blocks there are of a tensor.
+    /// The number of blocks of a tensor.
     fn blocks(&self, shape: &[u64], grid: &Grid<R>) -> [u64; 3] {
         let extents = self.extents(shape);
         std::array::from_fn(|d| extents[d].div_ceil(grid.block[d].max(1)))
@@ -216,13 +218,13 @@ impl<R> Coded<R> {
 }
 
 impl Coded {
-    /// Gives the stored tensors that it is made of other numbers.
+    /// Renumbers the stored tensors that it is made from.
     pub(crate) fn renumber(&mut self, mut new: impl FnMut(u32) -> u32) {
         let renumbered: Result<Coded, std::convert::Infallible> = self.map(&mut |old| Ok(new(*old)));
         *self = renumbered.unwrap_or_else(|never| match never {});
     }
 
-    /// Why it cannot be what makes a tensor of `shape`: what, expected, got.
+    /// The reason why it cannot make a tensor of `shape`: message, expected, got.
     pub(crate) fn misfit(&self, shape: &[u64], stored: &[StoredTensor]) -> Option<Misfit> {
         let tensors = self.needs().map(|of| stored.get(*of as usize)).collect::<Option<Vec<_>>>();
         let Some(tensors) = tensors else {
@@ -279,7 +281,7 @@ impl Coded {
     }
 }
 
-/// What does not fit.
+/// A mismatch.
 pub(crate) struct Misfit {
     pub(crate) what: &'static str,
     pub(crate) expected: String,
@@ -293,7 +295,7 @@ impl Misfit {
 }
 
 impl Packing {
-    /// Bits of a code; `None` where it is an element.
+    /// Bits of a code; `None` if it is an element.
     pub fn bits(&self) -> Option<u32> {
         match self {
             Packing::None => None,
@@ -327,7 +329,7 @@ impl Packing {
 }
 
 impl StoredTensor {
-    /// What makes values of codes, if its elements are such values.
+    /// The description of its values, if they are made from codes.
     pub fn coded(&self) -> Option<&Coded> {
         match &self.pieces {
             Pieces::Coded(coded) => Some(coded),

@@ -1,4 +1,4 @@
-//! What a plan makes: tensors out of parts of stored ones, and the files that they lie in.
+//! The outputs of a plan: tensors made from parts of stored ones, and their files.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::format::pickle::writer::Tree;
 use crate::name::Name;
 use crate::tensor::{element_count, Dtype};
 
-/// An axis of a part: how far one step moves in the destination and in the source.
+/// An axis of a part: its steps in the destination and in the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartAxis {
     /// Extent.
@@ -23,7 +23,7 @@ pub struct PartAxis {
     pub step: u64,
 }
 
-/// How the sources of a part make one value.
+/// The way in which the sources of a part make one value.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Combine {
@@ -33,7 +33,7 @@ pub enum Combine {
     Mean,
     /// Sources are summed in float32 in the order given, rounded once.
     Sum,
-    /// Sum or copy depending on a fact that is not known: all elements must be zero.
+    /// Sum or copy, depending on an unknown fact: all elements must be zero.
     Zero(Box<str>),
 }
 
@@ -54,7 +54,7 @@ impl Op {
     }
 }
 
-/// A box of an output tensor and where its values come from.
+/// A box of an output tensor, and the sources of its values.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Part {
     /// Axes by falling `dst` step.
@@ -65,7 +65,7 @@ pub struct Part {
     pub src_base: Few<u64>,
     /// Indices into [`Plan::stored`]; all have the same shape.
     pub sources: Few<u32>,
-    /// How several sources make one value.
+    /// The way in which several sources make one value.
     pub combine: Combine,
     /// Value ops.
     #[serde(default, skip_serializing_if = "<[Op]>::is_empty")]
@@ -89,7 +89,7 @@ impl Part {
     }
 }
 
-/// What stands where no part reaches.
+/// The value of elements that no part covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fill {
@@ -99,7 +99,7 @@ pub enum Fill {
     Zero,
     /// Negative zeros: the neutral term of a sum that must keep the sign of a zero.
     NegativeZero,
-    /// This number, which the element type has: a counter that no tensor of the source is.
+    /// This number, which the element type can represent: a counter that comes from no tensor of the source.
     Number(u32),
 }
 
@@ -114,13 +114,13 @@ pub struct Output {
     pub shape: Few<u64>,
     /// Boxes that make it, disjoint.
     pub parts: Box<[Part]>,
-    /// What stands elsewhere.
+    /// The value of all other elements.
     pub fill: Fill,
     /// Index into [`Plan::files`].
     pub file: u32,
     /// Offset of its first byte in that file.
     pub offset: u64,
-    /// Name in that file, where it is another one (keys joined by dots).
+    /// Name in that file, if it differs (keys joined by dots).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<Box<str>>,
 }
@@ -153,7 +153,7 @@ pub struct PadRegion {
     pub src_base: Few<u64>,
 }
 
-/// What an output file is besides the bytes of its outputs.
+/// The format of an output file around the bytes of its outputs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Form {
@@ -169,14 +169,14 @@ pub enum Form {
     /// A copy of this source file (index into [`Plan::sources`]), a torch zip, in which the outputs
     /// replace bytes of storages.
     Overlay(u32),
-    /// No file but a store of arrays, which a writer of such stores makes.
+    /// A store of arrays instead of a file, which a writer of such stores makes.
     Arrays(ArrayStore),
 }
 
 /// A store of arrays in blocks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ArrayStore {
-    /// What its writer must know.
+    /// Parameters for its writer.
     pub how: serde_json::Value,
     /// Extent of a block of each array, by its name in the store. A block is a run of C-ordered elements.
     pub blocks: BTreeMap<String, Vec<u64>>,
@@ -197,7 +197,7 @@ pub struct OutFile {
     pub header_len: u64,
     /// Bytes in all.
     pub size: u64,
-    /// What it is besides.
+    /// Its format.
     #[serde(default, skip_serializing_if = "Form::is_safetensors")]
     pub form: Form,
     /// In an overlay: offsets and lengths of numbers of the pickle that become zero.

@@ -1,4 +1,4 @@
-//! What a plan reads: files, ranges of their bytes, and tensors made of these.
+//! The sources of a plan: files, ranges of their bytes, and tensors made from these.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ use crate::format::Blob;
 use crate::name::Name;
 use crate::tensor::{c_strides, element_count, Dtype};
 
-/// A source file as the plan names it.
+/// The record of a source file in the plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanFile {
     /// Path relative to its root.
@@ -24,24 +24,24 @@ pub struct PlanFile {
     pub header: String,
 }
 
-/// A range of a source file that pieces lie in.
+/// A range of a source file that contains pieces.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanBlob {
     /// Index into [`Plan::sources`].
     pub file: u32,
     /// Offset of the first byte in the file.
     pub offset: u64,
-    /// Bytes in the file; of a block of a store the bytes that its decoding takes.
+    /// Bytes in the file; for a block of a store, the bytes that decoding it takes.
     pub stored_len: u64,
     /// Bytes of data.
     pub len: u64,
-    /// CRC32 of the data, where the container has one.
+    /// CRC32 of the data, if the container has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub crc32: Option<u32>,
     /// True if the bytes are compressed: by deflate, unless `zstd` says otherwise.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deflated: bool,
-    /// For data that lie in a Zstandard stream, which the range of the file is then.
+    /// For data in a Zstandard stream; the range of the file is then that of the stream.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zstd: Option<Box<Zstd>>,
     /// True for a block of a store that its reader decodes by the name in `member`.
@@ -69,7 +69,7 @@ impl PlanBlob {
     }
 }
 
-/// Where a stored tensor's elements lie.
+/// The places of a stored tensor's elements.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pieces {
@@ -86,12 +86,12 @@ pub enum Pieces {
     Boxes(Vec<BoxPiece>),
     /// Ranges that tile the tensor's C-ordered elements (flat optimizer partitions), sorted by `start`.
     Ranges(Vec<RangePiece>),
-    /// Nowhere: they are the values of codes, as float32.
+    /// No place: they are the values of codes, as float32.
     Coded(Box<Coded>),
 }
 
 impl Pieces {
-    /// The blobs that the pieces lie in, in order, to be numbered anew.
+    /// The blobs of the pieces, in order, for renumbering.
     pub(crate) fn blobs_mut(&mut self) -> impl Iterator<Item = &mut u32> {
         let (view, boxes, ranges) = match self {
             Pieces::View { blob, .. } => (Some(blob), [].iter_mut(), [].iter_mut()),
@@ -115,7 +115,7 @@ pub struct BoxPiece {
     pub blob: u32,
     /// Byte offset in the blob's data.
     pub offset: u64,
-    /// Strides in elements, where the box is not C-ordered.
+    /// Strides in elements, if the box is not C-ordered.
     #[serde(default, skip_serializing_if = "<[u64]>::is_empty")]
     pub strides: Few<u64>,
 }
@@ -142,24 +142,25 @@ pub struct StoredTensor {
     pub dtype: Dtype,
     /// Shape on its rank.
     pub shape: Few<u64>,
-    /// Where its elements lie.
+    /// The places of its elements.
     pub pieces: Pieces,
     /// Rank in the field's words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<Box<str>>,
     /// The rule it was matched to: tensors of one rule are alike over layers and ranks.
     pub rule: u32,
-    /// Position on the axes bound by its name, e.g. the layer; from the rank's first where ranks divide the axis.
+    /// Position on the axes bound by its name, e.g. the layer; counted from the rank's first if ranks divide
+    /// the axis.
     pub index: Few<u64>,
-    /// Number of its part, if the rule divides the tensor over ranks: the tensor-parallel rank, or one for each
-    /// pair of ranks where two dimensions divide it.
+    /// Number of its part, if the rule divides the tensor over ranks: the tensor-parallel rank, or one for
+    /// each pair of ranks if two dimensions divide it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<u64>,
     /// The same tensor in another precision (a parameter and its fp32 master weights): the wider of the two,
     /// rounded, must be the narrower one.
     #[serde(default, skip_serializing_if = "<[u32]>::is_empty")]
     pub twins: Few<u32>,
-    /// What adapters make of its values, one after another.
+    /// The changes that adapters make to its values, one after another.
     #[serde(default, skip_serializing_if = "<[Change]>::is_empty")]
     pub changes: Box<[Change]>,
 }

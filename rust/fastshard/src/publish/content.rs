@@ -1,4 +1,4 @@
-//! Files of a result that are no data files of the engine: what goes along, and the list of all.
+//! Files of a result besides the engine's data files: companions, and the list of all files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -13,10 +13,11 @@ use crate::distributed::elsewhere;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{ManifestFile, MANIFEST_NAME};
 
-/// Largest file whose hash is taken from disk for the manifest, in bytes: larger ones are known by their time.
+/// Largest file whose hash is computed from disk for the manifest, in bytes: larger ones are identified by
+/// their time.
 const HASHED: u64 = 256 << 10;
 
-/// Opens a file that goes along with a result.
+/// Opens a companion of a result.
 pub(super) fn companion(path: &Path) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
     elsewhere::bring(path, 0, u64::MAX)?;
@@ -30,7 +31,7 @@ pub(super) fn companion(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// BLAKE3 of the bytes of a file that goes along with a result, hexadecimal.
+/// BLAKE3 of the bytes of a companion of a result, hexadecimal.
 ///
 /// Errors: what [`Staging::copy_in`] says of such a file.
 pub fn hash_of_file(path: &Path) -> Result<String> {

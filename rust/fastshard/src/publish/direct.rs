@@ -15,9 +15,9 @@ use super::extents::find_extents;
 
 /// Bytes that offsets, lengths and addresses of direct writes are multiples of: a page, and the block of any disk.
 pub const ALIGNMENT: u64 = 4096;
-/// Shorter writes go by way of the page cache, where the system joins them.
+/// Shorter writes go through the page cache, where the system joins them.
 pub(crate) const LEAST: u64 = 256 << 10;
-/// Direct writes that are worth being under way at a time besides those of the threads that compute.
+/// Useful number of concurrent direct writes, besides those of the threads that compute.
 pub(crate) const DEPTH: u64 = 8;
 
 /// Magic numbers of `statfs` for file systems whose direct writes of reserved blocks neither lock the file nor pass the page
@@ -28,17 +28,18 @@ const CAPABLE: [u32; 2] = [0xEF53, 0x5846_5342];
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Io {
-    /// Around the page cache where the result is brought to disk anyway and the file system gains by it.
+    /// Around the page cache if the result is synced to disk anyway and the file system benefits from it.
     #[default]
     Auto,
-    /// By way of the page cache.
+    /// Through the page cache.
     Buffered,
     /// Around the page cache, or not at all.
     Direct,
 }
 
 impl Io {
-    /// True if files of the file system of `at` are written around the page cache; `durable` if they are brought to disk.
+    /// True if files of the file system of `at` are written around the page cache; `durable` if they are
+    /// synced to disk.
     pub(crate) fn is_direct(self, at: impl AsFd, durable: bool) -> bool {
         let is_capable = || rustix::fs::fstatfs(at).is_ok_and(|s| CAPABLE.contains(&(s.f_type as u32)));
         match self {

@@ -1,7 +1,7 @@
 //! Every system call of this module that changes something, so that tests can fail each in turn.
 //!
-//! Names are looked up below directories that are held open, and no link among them is followed: what
-//! another user puts in the way of a path is met as what it is, never as what it points to.
+//! Names are looked up below directories that are held open, and links are not followed: a link that another
+//! user puts into a path is seen as a link, never as its target.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -23,7 +23,7 @@ use crate::memory;
 #[cfg(test)]
 use super::fault::{gate, look};
 
-/// The point at which tests interfere; `partial` is what a call does that dies half way.
+/// The point at which tests interfere; `partial` is the effect of a call that dies halfway.
 #[cfg(not(test))]
 #[inline]
 fn gate(_call: &'static str, _path: &Path, _partial: impl FnOnce()) -> io::Result<()> {
@@ -112,7 +112,7 @@ impl Dir {
         Ok(Dir { fd: self.fd.try_clone()?, path: self.path.clone() })
     }
 
-    /// What it was opened as.
+    /// The path under which it was opened.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -127,7 +127,7 @@ impl Dir {
         Ok(fstat(&self.fd)?)
     }
 
-    /// What `name` is; `None` if it is not there.
+    /// The status of `name`; `None` if it does not exist.
     pub(crate) fn stat(&self, name: &OsStr) -> io::Result<Option<Stat>> {
         look(&self.join(name))?;
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -228,7 +228,7 @@ impl Dir {
         self.of_one_name(name, OFlags::RDWR)
     }
 
-    /// Opens a file that is there for reading and writing.
+    /// Opens an existing file for reading and writing.
     ///
     /// Errors: if it has another name too.
     pub(crate) fn open_existing(&self, name: &OsStr) -> io::Result<File> {
@@ -274,7 +274,8 @@ impl Dir {
         Ok(self.stat(name)?.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_file() && s.st_nlink > 1))
     }
 
-    /// Creates a file that is not there yet, mode by umask: of several who try, one succeeds.
+    /// Creates a file that does not exist yet, mode by umask: only one of several concurrent attempts
+    /// succeeds.
     pub(crate) fn create_new(&self, name: &OsStr) -> io::Result<File> {
         gate("create", &self.join(name), || {})?;
         self.file(name, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, 0o666)
@@ -339,20 +340,20 @@ impl Dir {
         Ok(rustix::fs::fchmod(&self.fd, Mode::from_raw_mode(mode & 0o7777))?)
     }
 
-    /// Removes a file; fine if it is not there.
+    /// Removes a file, if it exists.
     pub(crate) fn remove_file(&self, name: impl AsRef<OsStr>) -> io::Result<()> {
         let name = name.as_ref();
         gate("remove_file", &self.join(name), || {})?;
         absent_is_fine(unlinkat(&self.fd, name, AtFlags::empty()).map_err(io::Error::from))
     }
 
-    /// Removes an empty directory; fine if it is not there.
+    /// Removes an empty directory, if it exists.
     pub(crate) fn remove_dir(&self, name: &OsStr) -> io::Result<()> {
         gate("remove_dir", &self.join(name), || {})?;
         absent_is_fine(unlinkat(&self.fd, name, AtFlags::REMOVEDIR).map_err(io::Error::from))
     }
 
-    /// Removes a directory of this program's own and all beneath it; fine if it is not there.
+    /// Removes a directory of this program and its contents, if it exists.
     pub(crate) fn remove_tree(&self, name: &OsStr) -> io::Result<()> {
         gate("remove_tree", &self.join(name), || {
             let sub = self.sub(name).ok();
@@ -379,7 +380,7 @@ impl Dir {
         }
     }
 
-    /// Bytes of storage that all beneath the directory takes, as far as that can be told; of what is mounted there, none.
+    /// Bytes of storage of the directory's contents, as far as they are known, without mounted filesystems.
     pub(crate) fn stored_bytes(&self) -> u64 {
         let of = |name: &OsString| match self.sub(name) {
             Ok(_) if self.is_mount(name).unwrap_or(true) => 0,
@@ -390,7 +391,7 @@ impl Dir {
         self.entries().unwrap_or_default().iter().map(of).sum()
     }
 
-    /// Brings the directory's entries to disk.
+    /// Syncs the directory's entries to disk.
     pub(crate) fn sync(&self) -> io::Result<()> {
         gate("sync", &self.path, || {})?;
         match rustix::fs::fsync(&self.fd) {
@@ -400,13 +401,13 @@ impl Dir {
         }
     }
 
-    /// Brings a file in it to disk, whoever wrote it.
+    /// Syncs a file in it to disk, whoever wrote it.
     pub(crate) fn sync_file(&self, name: &OsStr) -> io::Result<()> {
         gate("sync", &self.join(name), || {})?;
         tolerate(self.read_only(name)?.sync_all())
     }
 
-    /// Writes a file that is there whole or not at all, even after a crash.
+    /// Writes a file that exists completely or not at all, even after a crash.
     pub(crate) fn write_whole(&self, name: &str, bytes: &[u8], durable: bool) -> Result<()> {
         self.replace(name, bytes, durable)?;
         match durable {
@@ -426,7 +427,7 @@ impl Dir {
         self.rename_over(OsStr::new(&partial), self, OsStr::new(name)).at(&path, "cannot rename into place")
     }
 
-    /// Content of a small file of this program's own, at most `limit` bytes; `None` if it is not there.
+    /// Content of a small file of this program, at most `limit` bytes; `None` if it does not exist.
     pub(crate) fn read_small(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         use io::Read;
         let file = match self.read_only(name) {
@@ -515,13 +516,13 @@ pub(crate) fn start_writeback(file: &File, offset: u64, len: u64) {
     }
 }
 
-/// Brings content and size to disk.
+/// Syncs content and size to disk.
 pub(crate) fn sync_data(file: &File, path: &Path) -> io::Result<()> {
     gate("sync", path, || {})?;
     tolerate(file.sync_data())
 }
 
-/// Brings content, size and times to disk.
+/// Syncs content, size and times to disk.
 pub(crate) fn sync_all(file: &File, path: &Path) -> io::Result<()> {
     gate("sync", path, || {})?;
     tolerate(file.sync_all())

@@ -1,4 +1,4 @@
-//! The staging folder itself: what is in it, whose it is, and its end.
+//! The staging folder itself: its entries, its owner, and its removal.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -11,7 +11,7 @@ use crate::error::{Finding, Result};
 
 /// The folder's entry whose content becomes the result.
 pub(super) const DATA: &str = "data";
-/// Where an older result goes that cannot be exchanged with the new one.
+/// The entry for an older result that cannot be exchanged with the new one.
 pub(super) const OLD: &str = "old";
 /// The manifest of an older result that is replaced piece by piece.
 pub(super) const OLDER: &str = "older.json";
@@ -20,26 +20,26 @@ pub(super) const KEPT: &str = "kept";
 /// Largest of the folder's own small files, in bytes.
 pub(crate) const MAX_OWN: u64 = 64 << 20;
 
-/// What a run of several processes makes.
+/// The description of a run of several processes.
 pub(crate) const RUN: &str = "run.json";
 /// The round of such a run that may write.
 pub(crate) const STATE: &str = "state";
-/// Who has begun a round.
+/// The process that has begun a round.
 pub(crate) const CLAIM: &str = "claim-";
-/// Who makes what in a round.
+/// The division of work in a round.
 pub(crate) const ROUND: &str = "round-";
 /// Journals of members.
 pub(crate) const MEMBER: &str = "member-";
-/// What members have learnt.
+/// The evidence of members.
 pub(crate) const EVIDENCE: &str = "evidence-";
 
-/// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
-/// links lead where somebody else wants.
+/// Refuses a folder that anybody except this user may write to: its contents prove nothing, and its links may
+/// lead anywhere.
 pub(crate) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
     refused_owner(place, folder)?.map_or(Ok(()), |finding| Err(finding.into()))
 }
 
-/// Why a folder is not used, if anybody but this user may write to it.
+/// The reason why a folder is not used, if anybody except this user may write to it.
 pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Finding>> {
     let path = folder.path();
     let loose = |mode: u32| mode & 0o022;

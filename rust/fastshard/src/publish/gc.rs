@@ -1,4 +1,4 @@
-//! What runs that are over have left at a destination: taken away, and nothing else.
+//! Removal of what ended runs have left at a destination, and of nothing else.
 
 use std::path::{Path, PathBuf};
 
@@ -15,10 +15,10 @@ use crate::distributed::meeting;
 use crate::distributed::rounds::Shared;
 use crate::error::{Error, Finding, Result};
 
-/// What became of something that was left.
+/// The fate of something that was left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It was taken away, or would be.
+    /// It was removed, or would be.
     Removed,
     /// It can be continued with `--resume`.
     Resumable,
@@ -26,18 +26,18 @@ pub enum Fate {
     AtWork,
     /// Its result is complete: `--resume` or `commit` publishes it, or ends its clean-up. The folder may hold an older one.
     Complete,
-    /// It holds what is not this program's to remove.
+    /// It has contents that this program must not remove.
     Foreign,
 }
 
 /// Something that a run has left.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Leaving {
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
-    /// Which run it is: the digits of its folder, and the nonce of a run of several processes.
+    /// The id of the run: the digits of its folder, and the nonce of a run of several processes.
     pub run: Option<String>,
-    /// What became of it.
+    /// Its fate.
     pub fate: Fate,
     /// Bytes of storage that it takes, or took.
     pub bytes: u64,

@@ -1,4 +1,4 @@
-//! What can be known to fail before the first byte is written.
+//! Checks for failures that are known before the first byte is written.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use super::{staging, Options};
 use crate::codes;
 use crate::error::{sizes, Error, Finding, Result};
 
-/// What a run will need at its destination.
+/// The needs of a run at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// Bytes of all files.

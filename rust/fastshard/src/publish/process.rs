@@ -1,4 +1,4 @@
-//! Which process: told so that another one can say whether it is still there.
+//! The identity of a process, by which another one can check whether it still exists.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::journal::boot_id;
 
-/// A process, as far as others can know it.
+/// The identity of a process, as far as others can know it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     /// Name of its host.
@@ -27,7 +27,8 @@ impl Process {
         Process { host: host(), boot: boot_id(), pid, space: space(), start: start(pid).unwrap_or_default() }
     }
 
-    /// True if it is certainly no more. What runs on another machine, or where it cannot be seen, may be alive.
+    /// True if it has certainly ended. A process on another machine, or one that is not visible, may be
+    /// alive.
     pub fn is_dead(&self) -> bool {
         let seen = !self.boot.is_empty() && !self.space.is_empty() && !self.start.is_empty();
         let same = self.boot == boot_id() && self.space == space();

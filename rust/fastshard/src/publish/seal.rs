@@ -17,7 +17,7 @@ use crate::manifest::{Manifest, MANIFEST_NAME};
 
 const SEALED: &str = "sealed";
 
-/// What publishing has to do, written once the result is complete and on disk.
+/// The remaining work of publishing, written once the result is complete and on disk.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Seal {
     /// The folder's entry that holds the result, or after an exchange what was there before.
@@ -29,7 +29,7 @@ pub(crate) struct Seal {
     pub(super) names: Vec<String>,
     /// How many of the last names are pointers: each appears after all before it are on disk.
     pub(super) pointers: usize,
-    /// True if everything was brought to disk.
+    /// True if everything was synced to disk.
     pub(super) durable: bool,
     /// Identity of the machine's run in which it was sealed.
     boot: String,
@@ -43,7 +43,7 @@ fn usual_data() -> String {
 }
 
 impl Seal {
-    /// True if a folder has one.
+    /// True if a folder has a seal.
     pub(crate) fn is_on(folder: &Dir) -> Result<bool> {
         folder.has(SEALED).at(&folder.join(SEALED), "cannot stat")
     }
@@ -136,7 +136,7 @@ impl Seal {
         Ok(seal)
     }
 
-    /// Writes the seal, and takes the plan away with it.
+    /// Writes the seal, and removes the plan.
     fn write(&self, folder: &Dir, ends_plan: bool) -> Result<()> {
         let bytes = serde_json::to_vec(self).map_err(|e| unclear(folder, &e.to_string()))?;
         folder.replace(SEALED, &bytes, self.durable)?;
@@ -206,7 +206,7 @@ impl Seal {
         Ok((inode(&place.base, &place.name)? == Some(self.inode)).then_some(true))
     }
 
-    /// Takes the seal off.
+    /// Removes the seal.
     pub(super) fn remove(folder: &Dir) -> Result<()> {
         folder.remove_file(SEALED).at(&folder.join(SEALED), "cannot remove")?;
         folder.sync().at(folder.path(), "cannot bring to disk")

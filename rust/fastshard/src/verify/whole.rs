@@ -1,4 +1,4 @@
-//! BLAKE3 of whole files: of many, or of a few large ones, on several threads.
+//! BLAKE3 of complete files: of many, or of a few large ones, on several threads.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,7 +18,7 @@ const TILE: u64 = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 /// Bytes that are read at a time.
 const CHUNK: u64 = 1 << 20;
 
-/// A file of which some tiles are left.
+/// A file with remaining tiles.
 struct Part {
     path: PathBuf,
     size: u64,

@@ -1,4 +1,4 @@
-//! What stands in the files of a result around their tensors.
+//! The contents of a result's files around their tensors.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::plan::{Form, Output, Plan};
 use crate::publish::OutFile;
 use crate::storage::SourceFile;
 
-/// What stands around the outputs of each file.
+/// The contents around the outputs of each file.
 pub(crate) fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceFile>]) -> Result<Vec<Frame>> {
     let frame = |(file, inside): (&crate::plan::OutFile, &Vec<usize>)| {
         let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();

@@ -1,4 +1,4 @@
-//! How a result is written, and what that takes.
+//! The options of writing a result, and its needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub struct Companion {
     pub name: String,
     /// Where it lies.
     pub path: PathBuf,
-    /// BLAKE3 of its bytes when it was chosen, hexadecimal; None where nothing was decided by them.
+    /// BLAKE3 of its bytes when it was chosen, hexadecimal; None if no decision depended on them.
     pub blake3: Option<String>,
 }
 
@@ -38,31 +38,31 @@ pub struct Options {
     pub threads: usize,
     /// Anonymous memory that must not be exceeded, in bytes.
     pub memory: u64,
-    /// What the caller chooses.
+    /// The caller's choices.
     #[serde(default)]
     pub publish: publish::Options,
     /// Files copied to the result.
     #[serde(skip)]
     pub copies: Vec<Companion>,
-    /// Files of the result that come from a folder above the checkpoint: where from, by name.
+    /// The origins of files of the result that come from a folder above the checkpoint, by name.
     #[serde(default)]
     pub above: BTreeMap<String, String>,
     /// Values of the source for the manifest.
     #[serde(default)]
     pub values: serde_json::Value,
-    /// Writes the arrays of a result that holds some.
+    /// Writer of the arrays of a result, if it has any.
     #[serde(skip)]
     pub arrays: Option<Arc<dyn ArrayWriter>>,
     /// True if the sources were compared with a manifest of theirs, so that nothing in them can be swapped.
     #[serde(default)]
     pub expected: bool,
-    /// How long other processes of the same run are given to show a sign of life.
+    /// The time for other processes of the same run to show a sign of life.
     #[serde(default = "usual_patience")]
     pub patience: Patience,
-    /// Which rank has each root of the sources on its own disk, where not all see all of them.
+    /// The rank that has each root of the sources on its own disk, if not all ranks see all roots.
     #[serde(default)]
     pub near: Option<Vec<u32>>,
-    /// How findings are judged before the result is published.
+    /// The rules for judging findings before the result is published.
     #[serde(default)]
     pub gate: Gate,
 }
@@ -74,17 +74,17 @@ fn usual_patience() -> Patience {
 /// One run: the plan that is carried out, the files that it reads, and where and how its result is written.
 #[derive(Clone, Copy)]
 pub struct Run<'a> {
-    /// What is made of which bytes.
+    /// The outputs and the bytes that they are made from.
     pub plan: &'a Plan,
     /// The plan's sources, open.
     pub files: &'a [Arc<SourceFile>],
-    /// Where the sources lie.
+    /// The places of the sources.
     pub roots: &'a Roots,
     /// The destination.
     pub out: &'a Path,
     /// How to write.
     pub options: &'a Options,
-    /// Stops the run, and tells how far it is.
+    /// Stops the run, and reports its progress.
     pub control: &'a Control,
 }
 
@@ -102,7 +102,7 @@ pub fn document(plan: &Plan) -> Vec<u8> {
 /// Version of the journal's records: those of another are not continued.
 const RECORDS_VERSION: u32 = 2;
 
-/// Reckons the needs of a run at its destination.
+/// Computes the needs of a run at its destination.
 pub(crate) fn needs(run: &Run<'_>) -> Needs {
     let Run { plan, files, options, .. } = *run;
     let copied: u64 =

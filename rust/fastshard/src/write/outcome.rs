@@ -1,4 +1,4 @@
-//! What is said of a result: its index, its manifest, and what its files are known by.
+//! The description of a result: its index, its manifest, and the identities of its files.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,7 +15,7 @@ use crate::plan::{Form, Output, Plan};
 use crate::publish::OutFile;
 use crate::storage::SourceFile;
 
-/// What each file is known by, as far as that is not its bytes. Torch files are read back for it.
+/// The identity of each file, unless it is identified by its bytes. Torch files are read back for it.
 pub(super) fn identities<'p>(
     plan: &'p Plan,
     by_file: &[Vec<usize>],
@@ -52,7 +52,7 @@ pub(super) fn index(plan: &Plan) -> Vec<u8> {
     serde_json::to_vec_pretty(&json).expect("plain data")
 }
 
-/// The manifest, but for the list of files.
+/// The manifest, except the list of files.
 pub(super) fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manifest {
     let mut manifest = Manifest::new(&plan.target);
     manifest.plan = plan.digest();

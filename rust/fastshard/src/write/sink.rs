@@ -1,4 +1,4 @@
-//! Where the engine's tiles go: data files, arrays, the journal.
+//! The sink for the engine's tiles: data files, arrays, the journal.
 
 use std::sync::Mutex;
 
@@ -40,7 +40,7 @@ pub(super) struct StagedSink<'a> {
 }
 
 impl<'a> StagedSink<'a> {
-    /// Takes the tiles of a run to `files` and `arrays`; what journals tell of is in the files already.
+    /// A sink for the tiles of a run, with `files` and `arrays`; tiles in journals are already in the files.
     pub(super) fn new(
         run: &Run<'a>,
         staging: &'a Staging,
@@ -69,12 +69,12 @@ impl<'a> StagedSink<'a> {
         })
     }
 
-    /// Brings to disk and records what is written.
+    /// Syncs and records the written data.
     pub(super) fn flush(&self) -> Result<()> {
         self.backlog.flush(&|file| self.sync(file))
     }
 
-    /// Does `work`, whose tiles are brought to disk meanwhile.
+    /// Runs `work`, and syncs its tiles to disk meanwhile.
     pub(super) fn flush_during<T>(&self, control: &Control, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.backlog.flush_during(&|file| self.sync(file), control, work)
     }
@@ -91,7 +91,7 @@ impl<'a> StagedSink<'a> {
         self.files[self.outputs[output].file as usize].as_ref().is_some_and(OutFile::kept)
     }
 
-    /// Takes the checksum of a tile into that of its member.
+    /// Adds the checksum of a tile to that of its member.
     fn sum(&self, output: usize, tile: &TileDone) {
         let about = &self.outputs[output];
         if let (Some(member), Some(crc)) = (self.member_of[output], tile.crc32) {

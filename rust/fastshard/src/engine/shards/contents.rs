@@ -1,4 +1,4 @@
-//! Which blobs hold the same, as far as their headers and samples tell.
+//! Blobs with equal contents, as far as their headers and samples show.
 
 use std::collections::HashMap;
 
@@ -12,10 +12,10 @@ use crate::plan::blobs::each_blob;
 use crate::plan::Plan;
 use crate::standing::{digest_of, mixed, Standing};
 
-/// Blobs of a file without checksums of which samples are looked at before those of all are.
+/// Number of blobs in a file without checksums whose samples are compared first.
 const SAMPLES: usize = 16;
 
-/// The contents of a plan's blobs, of those that something is made of.
+/// The contents of those blobs of a plan from which something is made.
 pub(super) struct Contents {
     /// Bytes of an element, per blob; 0 for blobs of which nothing is made.
     items: Vec<u8>,
@@ -25,7 +25,7 @@ pub(super) struct Contents {
     classes: Vec<u32>,
 }
 
-/// Contents that say nothing: equal by chance or by construction, whatever they stand for.
+/// Contents without significance: they are equal by chance or by construction.
 const EMPTY: u32 = u32::MAX;
 
 impl Contents {
@@ -59,7 +59,7 @@ impl Contents {
         Ok(found)
     }
 
-    /// Length, digest and number of each blob of which a digest is known, or had for little.
+    /// Length, digest and number of each blob whose digest is known or cheap.
     fn sums(&self, plan: &Plan, sources: &Sources) -> Result<Vec<(u64, u64, u32)>> {
         let mut sums = Vec::new();
         // File -> digest of the lengths of what it holds without a checksum.
@@ -114,17 +114,17 @@ impl Contents {
         Ok(sums)
     }
 
-    /// The content of a blob that others hold too, if it tells something.
+    /// The content of a blob that others hold too, if it is significant.
     pub(super) fn class(&self, blob: u32) -> Option<u32> {
         self.shared(blob).filter(|class| *class != EMPTY)
     }
 
-    /// The content of a blob that others hold too; one for all that tells nothing.
+    /// The content of a blob that others hold too; one value for all contents without significance.
     pub(super) fn shared(&self, blob: u32) -> Option<u32> {
         Some(self.classes[blob as usize]).filter(|class| *class > 0)
     }
 
-    /// True if equality of a blob's content says nothing.
+    /// True if equality of a blob's content has no significance.
     pub(super) fn is_empty(&self, blob: u32) -> bool {
         self.classes[blob as usize] == EMPTY
     }
@@ -134,17 +134,17 @@ impl Contents {
         self.floats[blob as usize]
     }
 
-    /// True if something is made of the blob.
+    /// True if something is made from the blob.
     pub(super) fn is_used(&self, blob: u32) -> bool {
         self.items[blob as usize] > 0
     }
 
-    /// True if no two blobs hold the same, of what tells something.
+    /// True if no two blobs have equal significant contents.
     pub(super) fn all_differ(&self) -> bool {
         self.classes.iter().all(|class| *class == 0 || *class == EMPTY)
     }
 
-    /// True if a blob holds enough different values for equality to say something.
+    /// True if a blob has enough different values for equality to mean something.
     pub(super) fn tells(&self, plan: &Plan, sources: &Sources, blob: u32) -> Result<bool> {
         let (about, item) = (&plan.blobs[blob as usize], usize::from(self.items[blob as usize]));
         let mut values = Values::default();

@@ -1,4 +1,5 @@
-//! Files that are copies of other files: all that is taken of one is in another, where it stands for something else.
+//! Files that are copies of other files: all data taken from one is also in another, where it stands for
+//! something else.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -13,7 +14,7 @@ use crate::plan::{Pieces, Plan, StoredTensor};
 use crate::standing::{mixed, Use};
 use crate::tensor::c_strides;
 
-/// Tensors of one content that are asked for the reason of another's being equal.
+/// Number of tensors with one content that are examined for the reason of the equality.
 const MOST_PARTNERS: usize = 64;
 
 /// A file that is a copy.
@@ -25,7 +26,7 @@ struct Copy {
     verdict: Verdict,
 }
 
-/// Files of which all that is taken is in another file as well, and must be something else.
+/// Files whose used data is all in another file as well, where it must be something else.
 ///
 /// Digests of headers, and samples, find suspects; bytes decide.
 pub(super) fn copied_files(equal: Equal) -> Result<Vec<Finding>> {
@@ -93,7 +94,7 @@ impl Search<'_, '_> {
         self.equal.plan.blobs[blob as usize].file
     }
 
-    /// What stands at one place of two blobs, if it is not one thing.
+    /// The contents at one place of two blobs, if they differ.
     fn differing(&self, a: u32, b: u32) -> Option<(&Use, &Use)> {
         let (a, b) = (self.equal.uses.get(&a)?, self.equal.uses.get(&b)?);
         b.iter().find_map(|other| {
@@ -104,16 +105,16 @@ impl Search<'_, '_> {
         })
     }
 
-    /// True if something is taken of the same place of two blobs that are equal. Files of layers can each hold the one
-    /// storage of all of them, of which each takes its own part.
+    /// True if data is taken from the same place of two equal blobs. Files of layers can each hold the one
+    /// storage of all layers, of which each takes its own part.
     fn alike(&self, a: u32, b: u32) -> bool {
         let (Some(a), Some(b)) = (self.equal.uses.get(&a), self.equal.uses.get(&b)) else { return false };
         b.iter().any(|other| a.iter().any(|own| own.offset == other.offset))
     }
 
-    /// True if all of a file that tells something is somewhere else too. Files of which it is not are no copies, and
-    /// are asked no further. Integers of its own (a state of a generator) that are little beside floats that are
-    /// somewhere else tell nothing.
+    /// True if all significant data of a file is somewhere else too. Other files are not copies, and are not
+    /// examined further. A file's own integers (a generator's state) do not count if they are few compared
+    /// with floats that are somewhere else.
     fn is_elsewhere(&self, file: u32) -> Result<bool> {
         let (mut floats, mut own) = (0, 0);
         for &blob in &self.blobs[&file] {
@@ -133,8 +134,8 @@ impl Search<'_, '_> {
         Ok(own * 2 <= floats)
     }
 
-    /// The file of which this one is a copy, if it is one. `copies`: files that are known to be some; `elsewhere`:
-    /// files that can be.
+    /// The file of which this one is a copy, if it is one. `copies` are the known copies, `elsewhere` the
+    /// possible ones.
     fn copy(&self, file: u32, copies: &HashSet<u32>, elsewhere: &HashSet<u32>) -> Result<Option<Copy>> {
         let holders =
             self.blobs[&file].iter().filter_map(|b| self.holders.get(&self.equal.contents.class(*b)?));
@@ -163,7 +164,7 @@ impl Search<'_, '_> {
         Ok(found)
     }
 
-    /// True if all that tells something in a file, and is somewhere else, is in another file.
+    /// True if all significant data of a file that is somewhere else is in one other file.
     fn within(&self, file: u32, other: u32) -> bool {
         let mut by_class: HashMap<u32, Vec<u32>> = HashMap::new();
         for &blob in &self.blobs[&other] {
@@ -222,8 +223,8 @@ impl Search<'_, '_> {
         Ok(worst.map(|(verdict, tensors)| Copy { original, file, tensors, verdict }))
     }
 
-    /// True if a part of an array of experts holds several of them that are the same, as another part does: they were
-    /// made of one.
+    /// True if a part of an array of experts has several equal ones, like another part: they were made from
+    /// one expert.
     fn holds_one_expert(&self, blob: u32, (original, own): (u32, u32)) -> Result<bool> {
         let plan = self.equal.plan;
         let (stored, name) = (&plan.stored[own as usize], &plan.stored[original as usize].name);
@@ -249,7 +250,7 @@ impl Search<'_, '_> {
         Ok(self.hash(a)? == self.hash(b)?)
     }
 
-    /// BLAKE3 of a blob, read once however many it is compared with.
+    /// BLAKE3 of a blob, which is read once for all comparisons.
     fn hash(&self, blob: u32) -> Result<[u8; 32]> {
         if let Some(hash) = self.hashes.borrow().get(&blob) {
             return Ok(*hash);
@@ -268,8 +269,8 @@ impl Search<'_, '_> {
         Ok(hash)
     }
 
-    /// Layers that were all doubled are meant: no accident does that. Each of a kind is there equally often, and there
-    /// are several; parts of one tensor are never meant to be equal.
+    /// Marks copies as intended if all layers were doubled, which no accident does: several of a kind exist,
+    /// each equally often. Parts of one tensor are never equal on purpose.
     fn double(&self, found: &mut [Copy]) {
         let mut kinds: HashMap<u64, HashSet<u32>> = HashMap::new();
         for (&file, blobs) in &self.blobs {

@@ -1,4 +1,4 @@
-//! Files copied over others: shards, layers and pieces that hold the same bytes where they must not.
+//! Files copied over others: shards, layers and pieces with equal bytes that must differ.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -15,12 +15,12 @@ type Layer<'p> = &'p [u64];
 
 /// Shards of one tensor on two ranks that hold the same bytes.
 ///
-/// Equality that is the same over all ranks and layers of a rule can be meant and warns; equality of
-/// some ranks or layers only, of a tensor that no layer repeats (an embedding), or of everything that
-/// two ranks hold, is a file copied over another. What repeats inside its own rank (the experts of a model
-/// made of a dense one) tells nothing of other ranks.
+/// Equality that is the same over all ranks and layers of a rule can be intended, and is a warning; equality
+/// of some ranks or layers only, of a tensor that no layer repeats (an embedding), or of everything that two
+/// ranks hold, is a file copied over another. Data that repeats inside its own rank (the experts of a model
+/// made from a dense one) shows nothing about other ranks.
 ///
-/// Each shard is read once more at most. Of a shard that the run does not read, a sample is.
+/// Each shard is read at most once more; for a shard that the run does not read, only a sample.
 pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
     // (rule, index) -> shards
     let mut groups: BTreeMap<(u32, &[u64]), Vec<u32>> = BTreeMap::new();
@@ -49,10 +49,10 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
     compared.findings(&differing)
 }
 
-/// The class of a shard that is compared with none.
+/// The class of a shard without a comparison.
 const NO_CLASS: u32 = 0;
 
-/// What two files hold alike.
+/// The equal contents of two files.
 struct Alike {
     /// The first two stored tensors that are equal.
     first: (u32, u32),
@@ -60,10 +60,10 @@ struct Alike {
     bad: bool,
 }
 
-/// Files of two ranks, and what they hold alike.
+/// Files of two ranks, and their equal contents.
 type FilePairs = BTreeMap<(u32, u32), Alike>;
 
-/// What differs between ranks that hold something alike.
+/// The differences between ranks with equal contents.
 #[derive(Default)]
 struct Differing {
     /// Pairs of ranks of which a shard differs.
@@ -89,7 +89,7 @@ struct Compared<'a> {
     equal: Vec<Vec<u32>>,
 }
 
-/// By what shards are told apart before they are hashed.
+/// The property that distinguishes shards before they are hashed.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Look {
     Checksum(u32),
@@ -98,7 +98,7 @@ enum Look {
 }
 
 impl Compared<'_> {
-    /// Sorts the shards of one tensor by what they hold.
+    /// Sorts the shards of one tensor by their contents.
     fn sort_into_classes(&mut self, rule: u32, shards: &[u32]) -> Result<()> {
         self.sources.check_running()?;
         *self.repeats.entry(rule).or_default() += 1;
@@ -169,7 +169,8 @@ impl Compared<'_> {
         (a.min(b), a.max(b))
     }
 
-    /// True for experts that were made of one: they are the same on all ranks, or each part of them is on all that have it.
+    /// True for experts that were made from one: they are equal on all ranks, or each part of them is equal
+    /// on all ranks that have it.
     fn is_made_of_one(&mut self, shards: &[u32], sums: &[Option<u32>]) -> Result<bool> {
         let first = &self.plan.stored[shards[0] as usize];
         if !self.plan.words.is_of_experts(&first.name) || sums.iter().any(Option::is_none) {
@@ -183,7 +184,7 @@ impl Compared<'_> {
         Ok(alike && (each > 2 || (each > 1 && self.reader.repeats(first)?)))
     }
 
-    /// Finds what differs between ranks that hold something alike, and which rules name it.
+    /// Finds the differences between ranks with equal contents, and the rules that name them.
     fn find_differing<'g>(&self, groups: impl Iterator<Item = &'g Vec<u32>>) -> Result<Differing> {
         let ranks: HashSet<(u64, u64)> =
             self.equal.iter().flat_map(|same| self.pairs(same)).map(|pair| self.rank_pair(pair)).collect();
@@ -213,7 +214,8 @@ impl Compared<'_> {
         Ok(found)
     }
 
-    /// One finding for files that are copies of one another, naming the first tensor. Which is the copy they do not tell.
+    /// One finding for files that are copies of one another, naming the first tensor. The files do not show
+    /// which one is the copy.
     fn findings(&self, differing: &Differing) -> Result<Vec<Finding>> {
         let plan = self.plan;
         let repeated = repeated_inside(plan, self.sources, self.equal.iter().flatten().copied());
@@ -256,7 +258,7 @@ impl Compared<'_> {
         Ok(found)
     }
 
-    /// `holders`: the shards that are the same, of `count` tensors; `copy`: one of them.
+    /// `holders` are the equal shards, of `count` tensors, and `copy` is one of them.
     fn copied(
         &self,
         files: &BTreeSet<u32>,
@@ -295,7 +297,7 @@ impl Compared<'_> {
     }
 }
 
-/// Files that pairs join, directly or by way of others.
+/// Files that pairs join, directly or through others.
 fn joined(pairs: impl Iterator<Item = (u32, u32)>) -> Vec<BTreeSet<u32>> {
     let mut parents: BTreeMap<u32, u32> = BTreeMap::new();
     fn root(parents: &mut BTreeMap<u32, u32>, file: u32) -> u32 {
@@ -347,7 +349,7 @@ fn repeated_inside(plan: &Plan, sources: &Sources, tensors: impl Iterator<Item =
     tensors.into_iter().filter(|&t| repeated(&plan.stored[t as usize])).collect()
 }
 
-/// Pieces that two roots hold and that are not the same.
+/// Pieces that two roots hold and that differ.
 pub(in crate::engine) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
     let mut reader = Reader::new(sources)?;
     let mut findings = Vec::new();
@@ -370,10 +372,10 @@ pub(in crate::engine) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Fi
     Ok(findings)
 }
 
-/// Layers that hold the same bytes as another layer, by checksums that are known, confirmed on bytes.
+/// Layers with the same bytes as another layer, by known checksums, confirmed on bytes.
 ///
-/// All ranks of a layer alike are a copied layer, which can be meant (depth up-scaling) and warns; some
-/// ranks only are a file copied over another.
+/// If all ranks of a layer are equal, the layer was copied, which can be intended (depth up-scaling) and is a
+/// warning. If only some ranks are, a file was copied over another.
 pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
     let mut reader = Reader::new(sources)?;
     let whole = plan.topology.values().all(|&degree| degree == 1);

@@ -1,4 +1,4 @@
-//! Equal contents that are meant, as far as names and the rest of the checkpoint tell.
+//! Equal contents that are intended, as far as names and the rest of the checkpoint show.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -13,12 +13,12 @@ use crate::words::{middles, renumbered, without_numbers};
 /// More layers than any model has: all there are.
 const ALL: usize = usize::MAX;
 
-/// Why two contents are equal, the kindest last.
+/// The reason why two contents are equal, the most harmless one last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Verdict {
     /// One was put in the place of the other.
     Copied,
-    /// It can be meant: it is told.
+    /// It can be intended: it is reported.
     Meant,
     /// It is so in every good checkpoint of the kind.
     Innocent,
@@ -91,8 +91,8 @@ impl<'p> Meant<'p> {
             && self.tensors.get(&a).is_some_and(|content| self.tensors.get(&b) == Some(content))
     }
 
-    /// Why two contents are equal. `alone`: whether each lies in a file or block of its own, so that those of one
-    /// layer were not copied all at once.
+    /// The reason why two contents are equal. `alone` states whether each is in a separate file or block, so
+    /// that those of one layer were not all copied at once.
     pub(super) fn verdict(&self, a: &Use, b: &Use, alone: bool) -> Verdict {
         let (t, u) = (self.stored(a.stored), self.stored(b.stored));
         let words = &self.plan.words;
@@ -123,8 +123,8 @@ impl<'p> Meant<'p> {
         }
     }
 
-    /// In how many layers the tensor is that of the two, where the layer's number is all that tells their names apart;
-    /// [`ALL`] if that is in all of them, three or more.
+    /// The number of layers in which the tensor equals the two, whose names differ only in the layer's
+    /// number; [`ALL`] if it does in all layers, three or more.
     fn everywhere(&self, a: u32, b: u32) -> usize {
         let (one, other) = (&self.stored(a).name, &self.stored(b).name);
         let position = one.split('.').zip(other.split('.')).take_while(|(x, y)| x == y).count();
@@ -158,8 +158,8 @@ impl<'p> Meant<'p> {
         found
     }
 
-    /// True if the experts of a layer, three or more, hold the same: they were made of one. What all tokens go through
-    /// beside them may have been made of it too.
+    /// True if the experts of a layer, three or more, are equal: they were made from one. The modules next to
+    /// them that all tokens pass may have been made from it too.
     fn all_experts(&self, a: u32, b: u32) -> bool {
         let family = |i: u32| self.experts.get(&self.plan.words.of_any_expert(&self.stored(i).name));
         let (Some(own), Some(other)) = (family(a), family(b)) else { return false };
@@ -191,8 +191,8 @@ impl<'p> Meant<'p> {
         })
     }
 
-    /// All experts in tensors of their own. Ranks that divide an expert hold a part each: as many of one part as of
-    /// another.
+    /// All experts in separate tensors. Ranks that divide an expert hold a part each: as many of one part as
+    /// of another.
     fn all_of_a_family(&self, family: &[u32]) -> bool {
         let mut parts: HashMap<&BTreeMap<Vec<u64>, u64>, usize> = HashMap::new();
         for i in family {
@@ -203,8 +203,9 @@ impl<'p> Meant<'p> {
         each > 2 && parts.values().all(|n| *n == each)
     }
 
-    /// True if all of one layer, or of one part of the model, is equal to all of another: where the two names differ.
-    /// Of layers, whose numbers differ, two tensors or more; of others four, which no accident copies one by one.
+    /// True if all tensors of one layer, or of one part of the model, are equal to those of another: the part
+    /// in which the two names differ. That takes at least two tensors for layers, whose numbers differ, and
+    /// four for other parts, which no accident copies one by one.
     fn doubled(&self, a: &str, b: &str) -> bool {
         let (x, y) = middles(a, b);
         let of_layers = x.len() == 1 && y.len() == 1 && renumbered(x[0], y[0]);

@@ -1,4 +1,4 @@
-//! Which shards of a tensor hold NaN or infinite values.
+//! The shards of a tensor with NaN or infinite values.
 
 use super::Reader;
 use crate::engine::gather::Sources;
@@ -7,8 +7,8 @@ use crate::kernel;
 use crate::plan::blobs::blobs_of_tensor;
 use crate::plan::{Output, Plan};
 
-/// Stored tensors that an output is made of, in order, and those of them that hold what is not finite. None where one of them
-/// lies on another host: it is not lent again.
+/// Stored tensors that make up an output, in order, and those of them with values that are not finite. None
+/// if one of them is on another host, which does not lend it again.
 pub(in crate::engine) fn not_finite(
     plan: &Plan,
     sources: &Sources,

@@ -1,4 +1,4 @@
-//! Blocks of stores (zarr chunks) that hold what another block holds, at another place.
+//! Blocks of stores (zarr chunks) that equal another block at another place.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,16 +13,16 @@ use crate::standing::Use;
 /// Two stored tensors, and the blocks of each that are equal.
 type Pairs = BTreeMap<(u32, u32), Vec<(u32, u32)>>;
 
-/// What a block holds, found by decoding it once more.
+/// The content of a block, found by decoding it once more.
 struct Content {
     digest: [u8; 32],
     /// Dimensions along which all of it is repeated.
     repeats: Vec<bool>,
 }
 
-/// Blocks that are equal to another block of which something else is made.
+/// Blocks that are equal to another block from which something else is made.
 ///
-/// Samples of what was decoded find suspects; a digest of all of it decides.
+/// Samples of the decoded data find suspects; a digest of all of it decides.
 pub(super) fn repeated_blocks(equal: Equal) -> Result<Vec<Finding>> {
     let Equal { plan, sources, standing, contents, uses, meant } = equal;
     let mut classes: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
@@ -85,7 +85,7 @@ impl Content {
     }
 }
 
-/// Extents of the blocks that are asked for.
+/// Extents of the requested blocks.
 fn shapes(plan: &Plan, is_wanted: impl Fn(u32) -> bool) -> HashMap<u32, &[u64]> {
     let mut shapes: HashMap<u32, &[u64]> = HashMap::new();
     for stored in &plan.stored {
@@ -126,7 +126,8 @@ fn finding(plan: &Plan, (a, b): (u32, u32), blocks: &[(u32, u32)], meant: bool) 
     finding
 }
 
-/// Where a block lies: below the folder of the file that stands for the store, or above it where that is of one array.
+/// The path of a block: below the folder of the file that represents the store, or above it if that file is
+/// of one array.
 fn path_of(plan: &Plan, blob: u32, key: &str) -> String {
     let file = plan.blobs[blob as usize].file;
     let anchor = plan.label(file);

@@ -1,4 +1,4 @@
-//! Ranks that were copied over others before they were merged: parts of a layer's matrices hold the same bytes.
+//! Ranks that were copied over others before a merge: parts of a layer's matrices have equal bytes.
 
 use std::collections::HashMap;
 
@@ -14,10 +14,10 @@ use crate::plan::blobs::each_blob;
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{digest_of, Standing};
 
-/// Elements of a part that are looked at before all of it is.
+/// Elements of a part that are compared first.
 const SAMPLE: u64 = 16;
 
-/// Two parts of a matrix that hold the same.
+/// Two equal parts of a matrix.
 #[derive(Clone, Copy)]
 struct Repeated {
     stored: u32,
@@ -27,10 +27,10 @@ struct Repeated {
     parts: (u64, u64),
 }
 
-/// Layers of which most matrices hold, in two of 2, 3, ... equal parts along a dimension, the same bytes.
+/// Layers most of whose matrices have equal bytes in two of 2, 3, ... parts of equal size along a dimension.
 ///
-/// That is what a merge leaves which took one tensor-parallel rank's file for another's. One matrix alone may repeat
-/// itself for a reason (heads of keys that were copied for each group of queries).
+/// A merge leaves such layers if it takes one tensor-parallel rank's file for another's. A single matrix may
+/// repeat itself for a reason (heads of keys that were copied for each group of queries).
 pub(in crate::engine) fn repeated_parts(
     plan: &Plan,
     sources: &Sources,
@@ -53,7 +53,7 @@ pub(in crate::engine) fn repeated_parts(
     Ok(finding(plan, &found))
 }
 
-/// True for what would have to be decoded once more.
+/// True for a tensor that would have to be decoded once more.
 fn is_encoded(plan: &Plan, stored: &StoredTensor) -> bool {
     let mut encoded = false;
     each_blob(stored, |blob| encoded |= plan.blobs[blob as usize].encoded);
@@ -67,7 +67,7 @@ struct Search<'a, 'p> {
 }
 
 impl Search<'_, '_> {
-    /// Two parts of a matrix that hold the same, of the fewest parts that have such.
+    /// Two equal parts of a matrix, for the smallest number of parts with such a pair.
     fn repeated(&mut self, i: u32) -> Result<Option<Repeated>> {
         let stored = &self.plan.stored[i as usize];
         let most = if is_encoded(self.plan, stored) { SHORTEST } else { SAMPLE };
@@ -96,7 +96,7 @@ impl Search<'_, '_> {
         Ok(None)
     }
 
-    /// A digest of `n` elements from `first` on; none where they are all the same.
+    /// A digest of `n` elements from `first` on; none if they are all the same.
     fn sample(&mut self, i: u32, (first, n): (u64, u64)) -> Result<Option<u64>> {
         if let Some(seen) = self.sources.blocks.parts.get(i, first) {
             return Ok(seen);
@@ -108,7 +108,7 @@ impl Search<'_, '_> {
         Ok((!kernel::is_constant(bytes, item)).then(|| digest_of(bytes)))
     }
 
-    /// True if two parts hold the same, and enough different values for that to say something.
+    /// True if two parts are equal, and have enough different values for that to mean something.
     fn same(&mut self, stored: &StoredTensor, dim: usize, times: u64, pair: (u64, u64)) -> Result<bool> {
         if !self.reader.same_parts(stored, dim, times, pair)? {
             return Ok(false);
@@ -121,7 +121,7 @@ impl Search<'_, '_> {
     }
 }
 
-/// One finding for all layers: what repeats itself in the first of them.
+/// One finding for all layers, about the repetition in the first of them.
 fn finding(plan: &Plan, layers: &[Vec<Repeated>]) -> Option<Finding> {
     let first = layers.first()?;
     let &Repeated { stored, dim, len, parts: (a, b) } = first.first()?;

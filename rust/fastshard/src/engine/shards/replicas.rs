@@ -1,4 +1,4 @@
-//! Replicas that differ: which of them the others contradict.
+//! Replicas that differ, and which of them the others contradict.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use crate::engine::gather::Sources;
 use crate::error::Result;
 use crate::plan::Plan;
 
-/// The copies that are unlike a majority of copies that are alike; none where there is no such majority, as of two.
+/// The copies that differ from a majority of equal copies; none without such a majority, e.g. for two copies.
 pub(in crate::engine) fn odd_ones(plan: &Plan, sources: &Sources, copies: &[u32]) -> Result<Vec<u32>> {
     if copies.len() < 3 {
         return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! Replicas that were to be averaged, and belong to another layer or run.
+//! Replicas for averaging that belong to another layer or run.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +10,11 @@ use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Part, Plan};
 use crate::tensor::element_count;
 
-/// Elements of one rule's copies that are looked at, over all layers and ranks.
+/// Maximum number of compared elements of one rule's copies, over all layers and ranks.
 const MAX_SAMPLED: u64 = 2 << 20;
 
-/// Replicas that were to be averaged but belong to another layer: closer to another layer's copies
-/// than to their own layer's.
+/// Replicas for averaging that belong to another layer: they are closer to another layer's copies than to
+/// those of their own.
 pub(in crate::engine) fn swapped(
     plan: &Plan,
     sources: &Sources,
@@ -104,7 +104,7 @@ impl<'a> Copies<'a> {
         found
     }
 
-    /// Two copies of which one is of another layer or run, whichever it is.
+    /// The finding for two copies, one of which is from another layer or run.
     fn either(&self, l: usize, swapped: bool, scale: f64, apart: f64) -> Finding {
         let [one, two] = [0, 1].map(|r| self.parts[l].sources[r]);
         let rank = |stored: u32| self.plan.stored[stored as usize].rank.clone().unwrap_or_default();
@@ -132,7 +132,7 @@ impl<'a> Copies<'a> {
     }
 }
 
-/// How far copies that have drifted are apart at most, in words.
+/// The maximum distance of copies that have drifted, in words.
 fn limit(scale: f64) -> String {
     format!("a mean difference below half the mean magnitude {}", figure(scale as f32))
 }
