@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Literal
 
@@ -133,7 +134,7 @@ class SaveGuard:
         this = self._place()
         return probe(Path(folder) / _MEETING_NAME, rank=this.rank, world=this.world, timeout=timeout)
 
-    def after_save(self, path: StrPath) -> StepVerdict | None:
+    def after_save(self, path: StrPath, *, verify: bool = True) -> StepVerdict | None:
         """Checks a complete save by its headers, and starts a background process that reads its data.
 
         Rank 0 calls it when all ranks have written. At most one process runs at a time: a later save waits
@@ -141,6 +142,7 @@ class SaveGuard:
 
         Args:
             path: the checkpoint.
+            verify: False for a check by headers alone, e.g. of a second copy of a step.
 
         Returns:
             The result by headers; None on other ranks.
@@ -160,7 +162,7 @@ class SaveGuard:
         verdict = StepVerdict(path, tuple(_check_headers(path, self._reference(path))), is_full=False)
         self._verdicts[path] = verdict
         log("integrations", "%s: %d findings by headers", path, len(verdict.findings))
-        if verdict.ok:
+        if verdict.ok and verify:
             self._waiting = path
         self._start_next()
         self._report([*finished, verdict])
@@ -208,6 +210,23 @@ class SaveGuard:
         """Saves whose verification runs or waits. Do not delete them."""
         running = [] if self._running is None else [self._running.path]
         return [*running, *([] if self._waiting is None else [self._waiting])]
+
+    def find_protected(self, overwritten: Collection[Path] = ()) -> set[Path]:
+        """Find the saves that must not be deleted.
+
+        These are the last one whose full verification found no error, or else the last one without an error
+        by headers; and those whose verification has not ended.
+
+        Args:
+            overwritten: saves that a later one overwrites in place, so that they protect nothing.
+        """
+        good = [
+            verdict
+            for verdict in self._verdicts.values()
+            if verdict.ok and verdict.path not in overwritten and verdict.path.exists()
+        ]
+        last = [v for v in good if v.is_full][-1:] or good[-1:]
+        return {*(v.path for v in last), *self.unfinished}
 
     def _place(self) -> Rank:
         """Return the rank of this process, which is found when it is first needed."""

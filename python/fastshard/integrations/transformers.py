@@ -115,10 +115,11 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
             return
         folder = Path(args.output_dir).absolute()
         checkpoints = _list_checkpoints(folder)
-        verified = self.guard.last_verified
-        good = {verified} if verified is not None else {self.guard.last_proven, self._resumed}
+        kept = self.guard.find_protected()
+        if self._resumed is not None and self.guard.last_verified is None:
+            kept.add(self._resumed)
         # Of an earlier training in the folder may be higher steps than that of the new checkpoint.
-        kept = {*good, *self.guard.unfinished, *checkpoints[-1:], _checkpoint(args, state)}
+        kept |= {*checkpoints[-1:], _checkpoint(args, state)}
         if state.best_model_checkpoint is not None:
             # By its name: a training that resumed has the path of another working directory, or of a link.
             kept.add(folder / Path(state.best_model_checkpoint).name)

@@ -178,6 +178,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     ),
     "averages": ("*exp_avg*",),
     "followers": ("_m",),
+    # source: Lightning trainer/connectors/checkpoint_connector.py (dump_checkpoint)
+    "trainers": ("callbacks", "loops", "lr_schedulers", "MixedPrecision*", "dataloader*", "train_state*"),
     # What Python alone asks for: modules whose rows are the vocabulary; parts of names of what is stored once
     # for two; and what no model has below a part that it calls "model".
     "embedding_modules": ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared"),

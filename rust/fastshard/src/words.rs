@@ -56,6 +56,8 @@ pub struct Words {
     averages: Vec<String>,
     /// Ends of the name of a tower that follows another slowly.
     followers: Vec<String>,
+    /// The first part of names below which a trainer keeps numbers of its own: its callbacks' best scores.
+    trainers: Vec<String>,
 }
 
 /// The words of a name, in small letters.
@@ -247,11 +249,12 @@ impl Words {
     }
 
     /// True for a tensor that a module computes and does not train, by its name: masks, tables of biases by position, rotary
-    /// frequencies.
+    /// frequencies; and for a number that a trainer keeps for itself, such as a best score that is infinite before the first.
     pub(crate) fn is_buffer(&self, name: &str, dimensions: usize) -> bool {
         let last = tail(name, 1);
         is_one(last, &self.computed)
             || dimensions > 2 && self.biases.iter().any(|bias| last.ends_with(&**bias))
+            || dimensions == 0 && name.split_once('.').is_some_and(|(first, _)| is_one(first, &self.trainers))
     }
 }
 
