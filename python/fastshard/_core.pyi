@@ -30,6 +30,7 @@ __all__ = [
     "ResultWriter",
     "Roster",
     "Rule",
+    "StoreFolder",
     "Table",
     "__version__",
     "anonymous_memory",
@@ -43,7 +44,7 @@ __all__ = [
     "dcp_object",
     "exit_code",
     "histogram_edges",
-    "is_elsewhere",
+    "is_remote",
     "judge",
     "let_go",
     "make_part",
@@ -774,6 +775,23 @@ class Hasher:
         """The digest of all of them, hexadecimal."""
 
 @final
+class StoreFolder:
+    """A folder whose files are placeholders of those of a store, until it is closed."""
+
+    def __new__(
+        cls,
+        folder: str | PathLike[str],
+        name: str,
+        files: Sequence[tuple[str, int, int]],
+        room: int,
+        read: Callable[[int, int, memoryview], list[Finding] | None],
+    ) -> StoreFolder: ...
+    def counts(self) -> tuple[int, int]:
+        """Number of requests so far, and the bytes that they asked for."""
+
+    def close(self) -> None:
+        """Makes the placeholders ordinary files again."""
+
 class ResultWriter:
     """A result written tensor by tensor."""
 
@@ -847,8 +865,8 @@ def write_piece(
 ) -> _Written:
     """Copies files (name, path) as a host's part of a checkpoint."""
 
-def is_elsewhere(path: str | PathLike[str]) -> bool:
-    """True if a path stands for something on another host."""
+def is_remote(path: str | PathLike[str]) -> bool:
+    """True if a path stands for something that no file system of this host holds."""
 
 def bring(path: str | PathLike[str], lo: int, hi: int) -> None:
     """Fills bytes `lo` to `hi` of a file with those of what it stands for, if it does."""

@@ -17,6 +17,7 @@ PACKAGE = Path(fastshard.__file__).parent
 #: The rooms, from the floor up: each imports from those below it alone.
 ROOMS = (
     "common",
+    "stores",
     "layouts",
     "zarr",
     "models",

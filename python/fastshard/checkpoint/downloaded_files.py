@@ -62,7 +62,7 @@ def compare_files(
     """
     records, weights = _records(checkpoint)
     roots = dict(enumerate(checkpoint.listing.roots))
-    number, of = (1, 1) if any(map(_core.is_elsewhere, roots.values())) else part
+    number, of = (1, 1) if any(map(_core.is_remote, roots.values())) else part
     # What could not be opened has been told of.
     readable = {roots[f["root"]] / f["path"] for f in checkpoint.files if f["root"] in roots}
     chosen = [r for r in records[number - 1 :: of] if r.path in readable or r.path not in weights]

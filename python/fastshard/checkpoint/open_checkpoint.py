@@ -22,7 +22,7 @@ from ..common import (
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
-from ..common.listing import File, Listing, holds_weights, list_roots, refuse_unprintable
+from ..common.listing import File, Listing, holds_weights, is_address, list_roots, refuse_unprintable
 from ..common.log import log
 from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
@@ -65,6 +65,19 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         FastshardError: if there is no checkpoint at the paths. Problems *inside* a checkpoint are listed in
             :attr:`Checkpoint.findings`.
     """
+    if not any(is_address(path) for path in paths):
+        return _open(paths, options)
+    from ..stores.placeholders import find_local_paths, show_addresses
+
+    local, roots = find_local_paths(paths)
+    try:
+        return _open(tuple(local), options)
+    except FastshardError as error:
+        raise error_for(show_addresses(error.findings, roots)) from None
+
+
+def _open(paths: tuple[StrPath, ...], options: OpenOptions) -> Checkpoint:
+    """Open a checkpoint by paths of this host; see :func:`open`."""
     request = _read_request(paths, options)
     files = _find_files(request)
     log("open", "%s in %d files", files.found.framework, len(files.found.files))
@@ -516,7 +529,7 @@ def _refuse_unread(listing: Listing, found: Found[object], findings: list[Findin
 
 def _is_checkpoint(root: Path, others: set[str]) -> bool:
     """Return True if a directory holds a checkpoint that is not a copy of the files that were read."""
-    if _core.is_elsewhere(root):
+    if _core.is_remote(root):
         return False
     try:
         alone = detect(list_roots([root]), Options())

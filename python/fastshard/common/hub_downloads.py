@@ -64,7 +64,7 @@ def records(listing: Listing, files: Iterable[tuple[int, str]]) -> list[Record]:
             # An adapter's, which was named apart.
             continue
         path = listing.roots[root] / name
-        if _core.is_elsewhere(listing.roots[root]):
+        if _core.is_remote(listing.roots[root]):
             continue
         record = _in_cache(path, name) or _in_local(path, name, bases[root])
         if record is not None:

@@ -90,6 +90,11 @@ _HUB_ID = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", 
 _ADDRESS = compile_when_used(r"^[a-z][a-z0-9+.-]*://")
 
 
+def is_address(path: StrPath) -> bool:
+    """Return True for the address of a store, such as ``s3://bucket/run``."""
+    return isinstance(path, str) and _ADDRESS.match(path) is not None
+
+
 def holds_weights(name: str) -> bool:
     """Return True if a file's name says that it holds weights instead of other state of a trainer."""
     return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)

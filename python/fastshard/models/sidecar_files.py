@@ -53,7 +53,7 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
     """
     if listing.single:
         return []
-    elsewhere = any(_core.is_elsewhere(root) for root in listing.roots)
+    elsewhere = any(_core.is_remote(root) for root in listing.roots)
     levels: list[list[Folder]] = []
     for index, root in enumerate(listing.roots):
         at = folder
@@ -179,7 +179,7 @@ def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
         paths: files in use.
     """
     findings = []
-    elsewhere = {root for root in listing.roots if _core.is_elsewhere(root)}
+    elsewhere = {root for root in listing.roots if _core.is_remote(root)}
     for path in paths:
         taken = next((root for root in listing.roots if path.is_relative_to(root)), None)
         if taken is None:

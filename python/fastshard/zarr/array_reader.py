@@ -124,7 +124,7 @@ class Store:
     def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
         self._ts = library()
         #: Its files, if they lie on another host's disk.
-        self.remote = RemoteStore(path, ocdbt=ocdbt) if _core.is_elsewhere(path) else None
+        self.remote = RemoteStore(path, ocdbt=ocdbt) if _core.is_remote(path) else None
         self.label = label
         # TensorStore takes no path with `..` in it.
         self._folder = f"{path.resolve()}/"

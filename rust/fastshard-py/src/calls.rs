@@ -118,7 +118,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
         };
         if let Err(error) = signals.and(drawn).and(outcome).and(logging::pass_records(py)) {
             control.cancel.store(true, Ordering::Relaxed);
-            fastshard::distributed::elsewhere::interrupt(std::thread::current().id());
+            fastshard::storage::remote::interrupt(std::thread::current().id());
             if stopped.is_none() {
                 py.detach(|| steps::reach(Step::Cancelled));
             }

@@ -91,7 +91,7 @@ impl Catalog {
         files: Vec<(u32, String)>,
         threads: usize,
         records: Option<HashMap<usize, Vec<fastshard::format::dcp::Range>>>,
-        blocks: Option<HashMap<usize, stores::Listed>>,
+        blocks: Option<HashMap<usize, stores::ListedBlocks>>,
         memory: Option<u64>,
         words: Option<Given<Words>>,
     ) -> PyResult<Self> {
@@ -514,6 +514,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     }
     m.add("STEPS", cfg!(feature = "steps"))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
+    m.add_class::<stores::StoreFolder>()?;
     m.add_class::<Catalog>()?;
     m.add_class::<findings::Effect>()?;
     m.add_class::<findings::Finding>()?;
@@ -533,7 +534,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(ranks::commit, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::shared_run, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::storage_of, m)?)?;
-    m.add_function(wrap_pyfunction!(ranks::is_elsewhere, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::is_remote, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::bring, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::let_go, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::will_read, m)?)?;

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use fastshard::codes;
+use fastshard::distributed::parts;
 use fastshard::distributed::rounds::Shared;
-use fastshard::distributed::{elsewhere, parts};
 use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
 use fastshard::publish::gc;
 use fastshard::publish::stored::{Stored as Result, Version};
+use fastshard::storage::remote;
 use fastshard::write::{self, Run};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -164,30 +165,30 @@ pub(crate) fn collect(
 
 /// True if `path` stands for something on another host.
 #[pyfunction]
-pub(crate) fn is_elsewhere(path: PathBuf) -> bool {
-    elsewhere::is_elsewhere(&path)
+pub(crate) fn is_remote(path: PathBuf) -> bool {
+    remote::is_remote(&path)
 }
 
 /// Fills bytes `lo..hi` of the file at `path` with those of what it stands for, if it does, for readers that know files
 /// alone.
 #[pyfunction]
 pub(crate) fn bring(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResult<()> {
-    if !elsewhere::is_elsewhere(&path) {
+    if !remote::is_remote(&path) {
         return Ok(());
     }
-    run(py, None, move |_| elsewhere::bring(&path, lo, hi)).settle(None)
+    run(py, None, move |_| remote::bring(&path, lo, hi)).settle(None)
 }
 
 /// Lets go of what was brought.
 #[pyfunction]
 pub(crate) fn let_go(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResult<()> {
-    py.detach(|| elsewhere::let_go(&path, lo, hi)).map_err(raise)
+    py.detach(|| remote::let_go(&path, lo, hi)).map_err(raise)
 }
 
 /// Says that ranges (path, first byte, one past the last) of what files stand for will be read.
 #[pyfunction]
 pub(crate) fn will_read(py: Python<'_>, ranges: Vec<(PathBuf, u64, u64)>) -> PyResult<()> {
-    py.detach(|| elsewhere::will_read(&ranges)).map_err(raise)
+    py.detach(|| remote::will_read(&ranges)).map_err(raise)
 }
 
 /// The storage that a path lies on, for people.

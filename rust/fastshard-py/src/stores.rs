@@ -3,13 +3,15 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::codes;
 use fastshard::error::{Error, Finding, Result, MORE_MEMORY};
 use fastshard::format::blocks::Store;
 use fastshard::memory;
+use fastshard::storage::remote::Registration;
+use fastshard::storage::requests::{Listed, Requests, StoreFiles, StoreProvider};
 use fastshard::storage::{BlockBytes, BlockReader};
 use fastshard::tensor::Dtype;
 use fastshard::write::{Array, ArrayWriter, BlockBuffer};
@@ -25,11 +27,11 @@ type Apart = (Vec<u32>, Py<PyAny>);
 
 /// (key, dtype, shape, bytes that decoding takes) of each block, what identifies the content, the function that decodes, and
 /// what there is to know of blocks on other hosts, and the function that looks whether the files are as they were.
-pub(crate) type Listed =
+pub(crate) type ListedBlocks =
     (Vec<(String, String, Vec<u64>, u64)>, String, Py<PyAny>, Option<Apart>, Option<Py<PyAny>>);
 
 /// The store that a Python listing describes.
-pub(crate) fn store((blocks, identity, read, apart, look): Listed) -> PyResult<Store> {
+pub(crate) fn store((blocks, identity, read, apart, look): ListedBlocks) -> PyResult<Store> {
     let apart = apart.map(|(roots, send)| {
         let keys = blocks.iter().map(|(key, ..)| digest(key));
         (keys.zip(roots).collect(), send)
@@ -142,27 +144,86 @@ fn is_shared(owner: &Bound<'_, PyAny>) -> bool {
     references > 1
 }
 
+/// Lets `call` fill a buffer of `len` bytes, `spare` if it has that length; it returns None, or a list of findings.
+fn fill(
+    py: Python<'_>,
+    name: &str,
+    len: usize,
+    spare: Option<Box<PythonBytes>>,
+    call: impl FnOnce(&Bound<'_, PyMemoryView>) -> PyResult<Py<PyAny>>,
+) -> Result<Box<dyn BlockBytes>> {
+    let buffer = match spare.filter(|spare| spare.len == len) {
+        Some(spare) => *spare,
+        None => PythonBytes::new(py, len).map_err(|error| no_room(name, len, &error))?,
+    };
+    let view = PyMemoryView::from(buffer.owner.bind(py)).map_err(|error| failed(name, &error))?;
+    let reply = call(&view);
+    drop(view);
+    settled(py, name, reply)?;
+    // What is looked at still may be written to later, or by a thread that does not hold the GIL: then the copy counts.
+    if is_shared(buffer.owner.bind(py)) {
+        return copied(py, &buffer).map_err(|error| failed(name, &error));
+    }
+    Ok(Box::new(buffer) as Box<dyn BlockBytes>)
+}
+
+/// Calls `read(number, offset, buffer)`; it returns None, or a list of findings.
+#[derive(Debug)]
+struct PythonRequests {
+    read: Py<PyAny>,
+}
+
+impl Requests for PythonRequests {
+    fn request(&self, file: u32, offset: u64, len: usize) -> Result<Box<dyn BlockBytes>> {
+        Python::attach(|py| fill(py, "a file", len, None, |view| self.read.call1(py, (file, offset, view))))
+    }
+}
+
+/// A folder whose files are placeholders of those of a store, until it is closed.
+#[pyclass(frozen, module = "fastshard._core")]
+pub(crate) struct StoreFolder {
+    files: Arc<StoreFiles>,
+    registration: Mutex<Option<Registration>>,
+}
+
+#[pymethods]
+impl StoreFolder {
+    /// `folder` has a placeholder for each of `files` (path, size, modification time in nanoseconds). `name` is the root for
+    /// users, `room` the bytes that are kept between reads.
+    #[new]
+    fn new(
+        folder: PathBuf,
+        name: String,
+        files: Vec<(String, u64, i64)>,
+        room: u64,
+        read: Py<PyAny>,
+    ) -> PyResult<StoreFolder> {
+        let folder =
+            folder.canonicalize().map_err(|e| crate::raise(Error::io(&folder, "cannot open", &e)))?;
+        let listed =
+            files.into_iter().map(|(path, size, mtime_ns)| Listed { path, size, mtime_ns }).collect();
+        let files = StoreFiles::new(folder.clone(), name, listed, room, Box::new(PythonRequests { read }));
+        let provider = Arc::new(StoreProvider(Arc::clone(&files)));
+        let registration = Mutex::new(Some(Registration::new(folder, provider)));
+        Ok(StoreFolder { files, registration })
+    }
+
+    /// Number of requests so far, and the bytes that they asked for.
+    fn counts(&self) -> (u64, u64) {
+        self.files.counts()
+    }
+
+    /// Makes the placeholders ordinary files again.
+    fn close(&self) {
+        drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
 impl BlockReader for PythonReader {
     fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>> {
         Python::attach(|py| {
             let spare = spare.and_then(|spare| (spare as Box<dyn Any>).downcast::<PythonBytes>().ok());
-            let buffer = match spare.filter(|spare| spare.len == len) {
-                Some(spare) => *spare,
-                None => PythonBytes::new(py, len).map_err(|error| no_room(key, len, &error))?,
-            };
-            let view = PyMemoryView::from(buffer.owner.bind(py)).map_err(|error| failed(key, &error))?;
-            let reply = self.read.call1(py, (key, &view));
-            drop(view);
-            let reply = reply.and_then(|reply| reply.extract::<Reply>(py));
-            if let Some(error) = error_of(reply.map_err(|error| failed(key, &error))?) {
-                return Err(error);
-            }
-            // What is looked at still may be written to later, or by a thread that does not hold the GIL: then the copy
-            // counts.
-            if is_shared(buffer.owner.bind(py)) {
-                return copied(py, &buffer).map_err(|error| failed(key, &error));
-            }
-            Ok(Box::new(buffer) as Box<dyn BlockBytes>)
+            fill(py, key, len, spare, |view| self.read.call1(py, (key, view)))
         })
     }
 

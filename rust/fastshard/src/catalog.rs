@@ -7,7 +7,6 @@ use std::thread::Builder;
 use std::time::Instant;
 
 use crate::codes;
-use crate::distributed::elsewhere;
 use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::format::inflate::inflate;
@@ -16,6 +15,7 @@ use crate::hash;
 use crate::memory::{self, HeaderRoom, Room};
 use crate::plan::PlanFile;
 use crate::steps::{self, Step};
+use crate::storage::remote;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
 use crate::topics;
@@ -186,7 +186,7 @@ impl Catalog {
 
 /// The name of a root in messages, with its host if the roots are on several hosts.
 fn name_of(root: &Path) -> String {
-    elsewhere::name(root).unwrap_or_else(|| root.display().to_string())
+    remote::name(root).unwrap_or_else(|| root.display().to_string())
 }
 
 impl Catalog {

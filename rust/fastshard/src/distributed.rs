@@ -21,14 +21,12 @@
 //! | [`meeting`]   | how ranks find each other and notice that one is gone, through the destination's directory       |
 //! | [`ranks`]     | the run of a meeting: parts, as above, made by its ranks                                         |
 //! | [`lending`]   | a meeting whose ranks have different sources on their own disks: each lends to the others        |
-//! | [`elsewhere`] | the file of another host, as the rest of the core sees it: a file                                |
 //! | `foresee`     | asks for what a part will read of other hosts' files, before it reads them                       |
 //!
 //! Two things stay with the engine, since one process needs them as well: the evidence that a process learns beside its tiles
 //! (`engine/evidence`), and the judgement of all evidence when the run is committed. The clock by which processes wait, and
 //! the record of which process is which, belong to [`crate::publish`].
 
-pub mod elsewhere;
 pub(crate) mod foresee;
 pub mod lending;
 pub mod meeting;

@@ -1,6 +1,8 @@
-//! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
+//! The only code that reads sources: files of this host by descriptors and maps, others by ranges.
 
 mod guard;
+pub mod remote;
+pub mod requests;
 mod temporary;
 
 use std::any::Any;
@@ -14,8 +16,8 @@ use std::sync::{Arc, OnceLock};
 use memmap2::Mmap;
 use rustix::fs::SeekFrom;
 
+use self::remote::Ranges;
 use crate::codes;
-use crate::distributed::elsewhere::{self, Elsewhere};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::memory::{self, HeaderRoom};
 
@@ -127,7 +129,7 @@ enum Bytes {
     /// An open file.
     File(File),
     /// Another host.
-    Elsewhere(Arc<dyn Elsewhere>),
+    Remote(Arc<dyn Ranges>),
 }
 
 /// `statfs` magic numbers of filesystems on which a page fault is a network round trip.
@@ -160,13 +162,13 @@ impl SourceFile {
         // Looked at first: opening a device may do something. And once more when it is open.
         let meta = std::fs::metadata(path).map_err(cannot_open)?;
         regular(path, &meta)?;
-        if let Some(elsewhere) = elsewhere::find(path)? {
+        if let Some(ranges) = remote::find(path)? {
             let mut stamp = Stamp::of(&meta);
             // A filesystem for temporary files may know times less exactly.
-            if let Some((size, mtime_ns)) = elsewhere.identity() {
+            if let Some((size, mtime_ns)) = ranges.identity() {
                 (stamp.size, stamp.mtime_ns) = (size, i128::from(mtime_ns));
             }
-            return Ok(Self::at(path, stamp, elsewhere));
+            return Ok(Self::at(path, stamp, ranges));
         }
         let file = open_at_once(path).map_err(cannot_open)?;
         let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
@@ -188,10 +190,10 @@ impl SourceFile {
     }
 
     /// A file on another host, with its known `stamp`.
-    pub(crate) fn at(path: &Path, stamp: Stamp, bytes: Arc<dyn Elsewhere>) -> Self {
+    pub(crate) fn at(path: &Path, stamp: Stamp, bytes: Arc<dyn Ranges>) -> Self {
         SourceFile {
             path: path.to_path_buf(),
-            bytes: Bytes::Elsewhere(bytes),
+            bytes: Bytes::Remote(bytes),
             stamp,
             network: true,
             // Its owner looks whether it is as it was.
@@ -203,9 +205,9 @@ impl SourceFile {
         }
     }
 
-    /// True for a file on another host.
-    pub fn is_elsewhere(&self) -> bool {
-        matches!(self.bytes, Bytes::Elsewhere(_))
+    /// True for a file that another host lends, once and in an announced order.
+    pub fn is_lent(&self) -> bool {
+        matches!(&self.bytes, Bytes::Remote(ranges) if ranges.is_lent())
     }
 
     /// Announces that ranges (first byte, one past the last) will be read, in this order, so that those on
@@ -216,7 +218,7 @@ impl SourceFile {
     pub fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
         match &self.bytes {
             Bytes::File(_) => Ok(()),
-            Bytes::Elsewhere(file) => file.will_read(ranges, true),
+            Bytes::Remote(file) => file.will_read(ranges, true),
         }
     }
 
@@ -316,10 +318,10 @@ impl SourceFile {
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let file = match &self.bytes {
             Bytes::File(file) => file,
-            Bytes::Elsewhere(_) if offset + buffer.len() as u64 > self.stamp.size => {
+            Bytes::Remote(_) if offset + buffer.len() as u64 > self.stamp.size => {
                 return Err(self.changed(format!("at least {} bytes", offset + buffer.len() as u64), "fewer"))
             }
-            Bytes::Elsewhere(file) => return file.read(offset, buffer),
+            Bytes::Remote(file) => return file.read(offset, buffer),
         };
         file.read_exact_at(buffer, offset).map_err(|e| {
             if e.kind() == std::io::ErrorKind::UnexpectedEof {
@@ -419,7 +421,7 @@ impl SourceFile {
     fn file(&self) -> Option<&File> {
         match &self.bytes {
             Bytes::File(file) => Some(file),
-            Bytes::Elsewhere(_) => None,
+            Bytes::Remote(_) => None,
         }
     }
 
@@ -535,7 +537,7 @@ fn open_at_once(path: &Path) -> std::io::Result<File> {
 /// Errors if only the status of a file changed, if some files are on other hosts: these would lend the same
 /// bytes once more, which proves nothing.
 pub(crate) fn only_read(files: &[Arc<SourceFile>]) -> Result<()> {
-    match files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some()) {
+    match files.iter().any(|file| file.is_lent() || file.blocks_apart().is_some()) {
         true => files.iter().try_for_each(|file| file.untouched()),
         false => Ok(()),
     }

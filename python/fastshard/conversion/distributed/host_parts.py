@@ -144,7 +144,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
     """
     manifests = dict(_list_parts(checkpoint))
     several = len(checkpoint.listing.roots) > 1
-    elsewhere = {index for index, root in enumerate(checkpoint.listing.roots) if _core.is_elsewhere(root)}
+    elsewhere = {index for index, root in enumerate(checkpoint.listing.roots) if _core.is_remote(root)}
     phase = bar.phase("comparing the parts") if manifests else None
     findings = [
         Finding.of(

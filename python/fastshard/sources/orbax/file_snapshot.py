@@ -23,7 +23,7 @@ class Files:
         self.files = files
         self._roots = [os.fspath(root) for root in listing.roots]
         # Of those on other hosts their owners look whether they are as they were.
-        elsewhere = {i for i, root in enumerate(listing.roots) if _core.is_elsewhere(root)}
+        elsewhere = {i for i, root in enumerate(listing.roots) if _core.is_remote(root)}
         import numpy as np
 
         self._here = np.array([file.root not in elsewhere for file in files], dtype=bool)

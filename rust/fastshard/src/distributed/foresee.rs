@@ -69,7 +69,7 @@ pub fn foresee(
 }
 
 fn lies_apart(file: &SourceFile) -> bool {
-    file.is_elsewhere() || file.blocks_apart().is_some()
+    file.is_lent() || file.blocks_apart().is_some()
 }
 
 /// True for data that cannot be read in part.
@@ -89,7 +89,7 @@ struct Ranges<'a> {
 impl Ranges<'_> {
     /// Adds `len` bytes of a file, if it is on another host; adjacent ranges become one.
     fn add(&mut self, file: usize, lo: u64, len: u64) -> Result<()> {
-        if !self.files[file].is_elsewhere() {
+        if !self.files[file].is_lent() {
             return Ok(());
         }
         match self.found[file].last_mut() {

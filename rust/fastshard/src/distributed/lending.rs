@@ -33,7 +33,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::elsewhere::{time_of, Lender, Standing};
 use super::meeting::{Meeting, Pauses};
 use crate::codes;
 use crate::error::{without_panic, Error, Finding, Result};
@@ -42,6 +41,7 @@ use crate::publish::disk::{At, Dir};
 use crate::publish::journal::Journal;
 use crate::publish::process::Process;
 use crate::steps::{self, Step};
+use crate::storage::remote::{time_of, Provider, Registration};
 use borrow::Giver;
 use others::Other;
 use own::Owner;
@@ -123,7 +123,7 @@ pub struct Lending {
     sources: Vec<Source>,
     /// The files of this rank.
     own: Vec<Listed>,
-    standing: Option<Standing>,
+    registration: Option<Registration>,
 }
 
 #[derive(Debug, Default)]
@@ -215,7 +215,7 @@ impl Lending {
             thread: None,
             sources: Vec::new(),
             own: Vec::new(),
-            standing: None,
+            registration: None,
         };
         let host = Process::own().host;
         roots.iter_mut().for_each(Root::name);
@@ -229,8 +229,8 @@ impl Lending {
         lending.sources = shared.stand(&host_roots, &all, &folder)?;
         let name = |s: &Source| (s.here.clone(), format!("{}:{}", s.host, s.there.display()));
         let names = lending.sources.iter().map(name).collect();
-        let giver: Arc<dyn Lender> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
-        lending.standing = Some(Standing::register(folder, giver, by));
+        let giver: Arc<dyn Provider> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
+        lending.registration = Some(Registration::of_run(folder, giver, by));
         Ok(lending)
     }
 
@@ -264,7 +264,7 @@ impl Lending {
 
 impl Drop for Lending {
     fn drop(&mut self) {
-        self.standing.take();
+        self.registration.take();
         self.shared.ended.store(true, Ordering::Relaxed);
         self.shared.arrived.notify_all();
         if let Some(thread) = self.thread.take() {

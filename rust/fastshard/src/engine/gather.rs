@@ -140,8 +140,8 @@ impl<'p> Sources<'p> {
     }
 
     /// True if a blob is in a file of another host, which lends its bytes.
-    pub fn is_elsewhere(&self, blob: u32) -> bool {
-        self.files[self.plan.blobs[blob as usize].file as usize].is_elsewhere()
+    pub fn is_lent(&self, blob: u32) -> bool {
+        self.files[self.plan.blobs[blob as usize].file as usize].is_lent()
     }
 
     /// Decodes a block once more for `look`, at the end of a run, when no worker needs memory.

@@ -119,7 +119,7 @@ fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
     plan.blobs.iter().any(|blob| blob.encoded || blob.deflated)
         || plan.stored.iter().any(|stored| !stored.changes.is_empty())
         || plan.files.iter().any(|file| matches!(file.form, Form::Arrays(_)))
-        || files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some())
+        || files.iter().any(|file| file.is_lent() || file.blocks_apart().is_some())
 }
 
 /// The number of additional workers that are worth having to wait for a disk: few if there is little to
@@ -176,8 +176,8 @@ impl<'a> Run<'a> {
             target: topics::ENGINE,
             "{} sources: {} on network filesystems, read by ranges, {} on other hosts; the others also by maps; tiles {}",
             files.len(),
-            files.iter().filter(|file| file.is_network() && !file.is_elsewhere()).count(),
-            files.iter().filter(|file| file.is_elsewhere()).count(),
+            files.iter().filter(|file| file.is_network() && !file.is_lent()).count(),
+            files.iter().filter(|file| file.is_lent()).count(),
             if in_order { "in order" } else { "by files of the result" },
         );
         log::debug!(

@@ -9,9 +9,9 @@ use rustix::fs::{FileType, OFlags};
 use super::disk::{At, Dir};
 use super::older;
 use crate::codes;
-use crate::distributed::elsewhere;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{ManifestFile, MANIFEST_NAME};
+use crate::storage::remote;
 
 /// Largest file whose hash is computed from disk for the manifest, in bytes: larger ones are identified by
 /// their time.
@@ -20,7 +20,7 @@ const HASHED: u64 = 256 << 10;
 /// Opens a companion of a result.
 pub(super) fn companion(path: &Path) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
-    elsewhere::bring(path, 0, u64::MAX)?;
+    remote::bring(path, 0, u64::MAX)?;
     // A pipe would keep the run waiting for ever.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);

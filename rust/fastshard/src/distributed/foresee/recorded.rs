@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use crate::distributed::elsewhere::Elsewhere;
 use crate::error::Result;
+use crate::storage::remote::Ranges;
 use crate::storage::{SourceFile, Stamp};
 
 /// Reads and announcements of several files in their order: file, first byte, one past the last.
@@ -18,7 +18,11 @@ struct Recorded {
     announced: Reads,
 }
 
-impl Elsewhere for Recorded {
+impl Ranges for Recorded {
+    fn is_lent(&self) -> bool {
+        true
+    }
+
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
         bytes.copy_from_slice(&self.bytes[offset as usize..][..bytes.len()]);
         self.reads.lock().unwrap().push((self.file, offset, offset + bytes.len() as u64));

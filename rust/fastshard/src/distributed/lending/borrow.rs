@@ -12,13 +12,13 @@ use std::time::Duration;
 use super::others::Given;
 use super::{bytes_of, Shared, LOOK};
 use crate::codes;
-use crate::distributed::elsewhere::{Elsewhere, Lender};
 use crate::distributed::meeting::Pauses;
 use crate::error::{Finding, Result};
 use crate::memory;
 use crate::publish::clock::Watched;
 use crate::publish::disk::At;
 use crate::steps::{self, Step};
+use crate::storage::remote::{Provider, Ranges};
 
 /// Minimum bytes of a request for a read that was not announced, and its maximum if reading continues.
 const ASKED_LEAST: u64 = 256 << 10;
@@ -160,11 +160,15 @@ impl RemoteFile {
     }
 }
 
-impl Elsewhere for RemoteFile {
+impl Ranges for RemoteFile {
     fn identity(&self) -> Option<(u64, i64)> {
         let state = self.shared.lock();
         let listed = &state.others.get(&self.rank)?.files.get(self.file as usize)?.listed;
         Some((listed.size, listed.mtime_ns))
+    }
+
+    fn is_lent(&self) -> bool {
+        true
     }
 
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
@@ -193,8 +197,8 @@ impl Elsewhere for RemoteFile {
     }
 }
 
-impl Lender for Giver {
-    fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>> {
+impl Provider for Giver {
+    fn file(&self, path: &Path) -> Option<Arc<dyn Ranges>> {
         let shared = self.shared.upgrade()?;
         let &(rank, file) = shared.lock().places.get(path)?;
         Some(Arc::new(RemoteFile { shared, rank, file }))

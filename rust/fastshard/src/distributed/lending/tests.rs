@@ -127,7 +127,7 @@ fn any_range_is_what_the_owner_has() {
     let two = Two::new(bytes);
     let whole = content(1, bytes);
     let file = SourceFile::open(&two.stub()).unwrap();
-    assert!(file.is_elsewhere() && file.size() == bytes as u64);
+    assert!(file.is_lent() && file.size() == bytes as u64);
     let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
     assert_eq!(std::fs::metadata(two.stub()).unwrap().modified().unwrap(), mtime);
     // Heads and tails, what was asked for ahead, what nobody foresaw, over the ends of pieces.
@@ -155,17 +155,17 @@ fn any_range_is_what_the_owner_has() {
 fn files_alone_can_be_filled() {
     let bytes = 200 << 10;
     let two = Two::new(bytes);
-    crate::distributed::elsewhere::bring(&two.stub(), 0, 100).unwrap();
+    crate::storage::remote::bring(&two.stub(), 0, 100).unwrap();
     let stub = std::fs::read(two.stub()).unwrap();
     assert_eq!((stub.len(), &stub[..100]), (bytes, &content(1, bytes)[..100]));
     assert!(stub[100..].iter().all(|byte| *byte == 0));
-    crate::distributed::elsewhere::bring(&two.stub(), 5000, 6000).unwrap();
-    crate::distributed::elsewhere::let_go(&two.stub(), 5100, 5900).unwrap();
+    crate::storage::remote::bring(&two.stub(), 5000, 6000).unwrap();
+    crate::storage::remote::let_go(&two.stub(), 5100, 5900).unwrap();
     let stub = std::fs::read(two.stub()).unwrap();
     assert_eq!((stub.len(), &stub[5000..5100]), (bytes, &content(1, bytes)[5000..5100]));
     assert_eq!(stub[5900..6000], content(1, bytes)[5900..6000]);
     assert!(stub[5100..5900].iter().chain(&stub[6000..]).all(|byte| *byte == 0));
-    crate::distributed::elsewhere::bring(&two.stub(), 0, u64::MAX).unwrap();
+    crate::storage::remote::bring(&two.stub(), 0, u64::MAX).unwrap();
     assert_eq!(std::fs::read(two.stub()).unwrap(), content(1, bytes));
     let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
     assert_eq!(std::fs::metadata(two.stub()).unwrap().modified().unwrap(), mtime);
@@ -267,14 +267,14 @@ fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
     // For longer than anybody may be silent: its owner lives.
     (0..50).for_each(|_| two.step(&clock));
     waits("its owner lives");
-    crate::distributed::elsewhere::interrupt(two.by[1]);
+    crate::storage::remote::interrupt(two.by[1]);
     waits("another run was stopped");
-    crate::distributed::elsewhere::interrupt(two.by[0]);
+    crate::storage::remote::interrupt(two.by[0]);
     assert_eq!(heard.recv_timeout(HANG).unwrap(), codes::INTERRUPTED);
     let file = reading.join().unwrap();
     two.ranks[0].1.take().unwrap();
     assert!(file.read_at(300_000, &mut [0; 10]).is_err());
-    assert!(!crate::distributed::elsewhere::is_elsewhere(&stub));
+    assert!(!crate::storage::remote::is_remote(&stub));
 }
 
 #[test]

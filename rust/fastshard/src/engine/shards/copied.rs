@@ -53,7 +53,7 @@ pub(super) fn copied_files(equal: Equal) -> Result<Vec<Finding>> {
     let mut elsewhere = HashSet::new();
     for &file in search.blobs.keys() {
         let shares = search.blobs[&file].iter().any(|blob| contents.class(*blob).is_some());
-        if shares && search.is_elsewhere(file)? {
+        if shares && search.is_lent(file)? {
             elsewhere.insert(file);
         }
     }
@@ -115,7 +115,7 @@ impl Search<'_, '_> {
     /// True if all significant data of a file is somewhere else too. Other files are not copies, and are not
     /// examined further. A file's own integers (a generator's state) do not count if they are few compared
     /// with floats that are somewhere else.
-    fn is_elsewhere(&self, file: u32) -> Result<bool> {
+    fn is_lent(&self, file: u32) -> Result<bool> {
         let (mut floats, mut own) = (0, 0);
         for &blob in &self.blobs[&file] {
             let len = self.equal.plan.blobs[blob as usize].len;

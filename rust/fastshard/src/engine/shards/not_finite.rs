@@ -21,7 +21,7 @@ pub(in crate::engine) fn not_finite(
     let mut found = Vec::new();
     for &i in &all {
         let stored = &plan.stored[i as usize];
-        if blobs_of_tensor(stored).iter().any(|&blob| sources.is_elsewhere(blob)) {
+        if blobs_of_tensor(stored).iter().any(|&blob| sources.is_lent(blob)) {
             return Ok(None);
         }
         for (at, len) in Reader::chunks(stored) {

@@ -1,4 +1,4 @@
-//! Files on another host's disk, which are read through that host.
+//! Files that are on no file system of this host: on another host's disk, or in a store.
 //!
 //! Each has a placeholder here: a sparse file of its name and size, so that names can be listed and compared.
 //! Opening a placeholder by its name opens the original: nobody reads the holes of the placeholder.
@@ -20,12 +20,15 @@ use crate::memory;
 /// Bytes that are copied at a time.
 const CHUNK: usize = 1 << 20;
 
-/// A file on another host.
-pub trait Elsewhere: Debug + Send + Sync {
-    /// Its size and modification time (nanoseconds since the epoch) on its host.
+/// A file that is read by ranges.
+pub trait Ranges: Debug + Send + Sync {
+    /// Its size and modification time (nanoseconds since the epoch), as its host or its store states them.
     fn identity(&self) -> Option<(u64, i64)> {
         None
     }
+
+    /// True if another host lends it, to be read once and in the order that was announced; false if it can be read again.
+    fn is_lent(&self) -> bool;
 
     /// Fills `bytes` from `offset`.
     ///
@@ -42,9 +45,9 @@ pub trait Elsewhere: Debug + Send + Sync {
 }
 
 /// Provides the files that the placeholders in a folder stand for.
-pub trait Lender: Send + Sync {
+pub trait Provider: Send + Sync {
     /// The file that `path` stands for.
-    fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>>;
+    fn file(&self, path: &Path) -> Option<Arc<dyn Ranges>>;
 
     /// The name of `folder` for users, if it is one of the checkpoint's roots: its host, and its path there.
     fn name(&self, folder: &Path) -> Option<String>;
@@ -53,32 +56,41 @@ pub trait Lender: Send + Sync {
     fn interrupt(&self);
 }
 
-/// A folder with placeholders, their lender, and the thread that the user may stop.
+/// A folder with placeholders, and their provider.
 #[derive(Clone)]
 struct Folder {
     path: PathBuf,
-    lender: Weak<dyn Lender>,
-    by: ThreadId,
+    provider: Weak<dyn Provider>,
+    /// The thread whose run waits for the provider; the user may stop it.
+    by: Option<ThreadId>,
 }
 
 static FOLDERS: RwLock<Vec<Folder>> = RwLock::new(Vec::new());
 
 /// A registration of a folder with placeholders, which ends when it is dropped.
-pub struct Standing {
+pub struct Registration {
     folder: PathBuf,
-    _lender: Arc<dyn Lender>,
+    _provider: Arc<dyn Provider>,
 }
 
-impl Standing {
-    /// Makes the files below `folder`, a path without links, placeholders of those that `lender` provides, in
-    /// a run of thread `by`.
-    pub fn register(folder: PathBuf, lender: Arc<dyn Lender>, by: ThreadId) -> Standing {
-        folders(|all| all.push(Folder { path: folder.clone(), lender: Arc::downgrade(&lender), by }));
-        Standing { folder, _lender: lender }
+impl Registration {
+    /// Makes the files below `folder`, a path without links, placeholders of those that `provider` provides.
+    pub fn new(folder: PathBuf, provider: Arc<dyn Provider>) -> Registration {
+        Self::register(folder, provider, None)
+    }
+
+    /// Does the same for a run of thread `by`: [`interrupt`] ends its waiting.
+    pub fn of_run(folder: PathBuf, provider: Arc<dyn Provider>, by: ThreadId) -> Registration {
+        Self::register(folder, provider, Some(by))
+    }
+
+    fn register(folder: PathBuf, provider: Arc<dyn Provider>, by: Option<ThreadId>) -> Registration {
+        folders(|all| all.push(Folder { path: folder.clone(), provider: Arc::downgrade(&provider), by }));
+        Registration { folder, _provider: provider }
     }
 }
 
-impl Drop for Standing {
+impl Drop for Registration {
     fn drop(&mut self) {
         folders(|all| all.retain(|folder| folder.path != self.folder));
     }
@@ -88,37 +100,37 @@ fn folders(change: impl FnOnce(&mut Vec<Folder>)) {
     change(&mut FOLDERS.write().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// The lender for `path`, if a placeholder has this path.
-fn lender(path: &Path) -> Option<(PathBuf, Weak<dyn Lender>)> {
+/// The provider for `path`, if a placeholder has this path.
+fn provider(path: &Path) -> Option<(PathBuf, Weak<dyn Provider>)> {
     let all = FOLDERS.read().unwrap_or_else(PoisonError::into_inner);
     if all.is_empty() {
         return None;
     }
     let real = path.canonicalize().ok()?;
     let folder = all.iter().find(|folder| real.starts_with(&folder.path))?;
-    Some((real, Weak::clone(&folder.lender)))
+    Some((real, Weak::clone(&folder.provider)))
 }
 
 /// True if `path`, a file or a folder, stands for something on another host.
-pub fn is_elsewhere(path: &Path) -> bool {
-    lender(path).is_some()
+pub fn is_remote(path: &Path) -> bool {
+    provider(path).is_some()
 }
 
 /// The name of `folder` for users, if it is a root of a checkpoint on several hosts.
 pub fn name(folder: &Path) -> Option<String> {
     let all = FOLDERS.read().unwrap_or_else(PoisonError::into_inner);
-    all.iter().find_map(|standing| standing.lender.upgrade()?.name(folder))
+    all.iter().find_map(|standing| standing.provider.upgrade()?.name(folder))
 }
 
 /// The file that a placeholder stands for; none for other files.
 ///
 /// # Errors
 /// If nobody lends the original any more.
-pub(crate) fn find(path: &Path) -> Result<Option<Arc<dyn Elsewhere>>> {
-    let Some((real, lender)) = lender(path) else { return Ok(None) };
-    let file = lender.upgrade().and_then(|lender| lender.file(&real));
+pub(crate) fn find(path: &Path) -> Result<Option<Arc<dyn Ranges>>> {
+    let Some((real, provider)) = provider(path) else { return Ok(None) };
+    let file = provider.upgrade().and_then(|provider| provider.file(&real));
     file.map(Some)
-        .ok_or_else(|| Finding::new(codes::NO_SUCH_PATH, "no other host has this file").file(path).into())
+        .ok_or_else(|| Finding::new(codes::NO_SUCH_PATH, "what provides this file is gone").file(path).into())
 }
 
 /// Fills bytes `lo..hi` of the placeholder at `path` with those of the original, up to its end, for readers
@@ -180,7 +192,7 @@ fn stand_in(path: &Path) -> Result<(File, Metadata)> {
 }
 
 /// Restores the time of a placeholder, which writing has changed; others may be writing as well.
-fn keep_time(path: &Path, out: &File, file: &dyn Elsewhere) -> Result<()> {
+fn keep_time(path: &Path, out: &File, file: &dyn Ranges) -> Result<()> {
     let Some((_, mtime_ns)) = file.identity() else { return Ok(()) };
     out.set_modified(time_of(mtime_ns)).map_err(|e| not_kept(path, &e))
 }
@@ -195,12 +207,13 @@ pub(crate) fn time_of(mtime_ns: i64) -> SystemTime {
 }
 
 fn not_kept(path: &Path, error: &std::io::Error) -> Error {
-    Error::io(path, "cannot keep what another host has sent", error)
+    Error::io(path, "cannot keep what was fetched", error)
 }
 
 /// Ends all waiting for bytes of other hosts in runs of thread `by`, because the user has stopped it.
 pub fn interrupt(by: ThreadId) {
     let all: Vec<_> = FOLDERS.read().unwrap_or_else(PoisonError::into_inner).clone();
-    let stopped = all.iter().filter(|folder| folder.by == by).filter_map(|folder| folder.lender.upgrade());
-    stopped.for_each(|lender| lender.interrupt());
+    let stopped =
+        all.iter().filter(|folder| folder.by == Some(by)).filter_map(|folder| folder.provider.upgrade());
+    stopped.for_each(|provider| provider.interrupt());
 }

@@ -1,0 +1,192 @@
+"""Placeholders on this host for the files of a checkpoint in a store.
+
+Each is a sparse file of the same name and size, so that adapters list and compare names as they do on any disk.
+Whoever opens one reads the file in the store: the core's readers and :mod:`fastshard.common.safe_files` know
+the folders that have them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from .. import _core
+from ..common import codes, memory_budget
+from ..common.errors import FastshardError, Finding
+from ..common.log import log
+from ..common.options import StrPath
+from ..common.records import dataclass
+from . import registry
+from .store import Store, StoredFile
+
+__all__ = ["StoredRoot", "count_requests", "find_local_paths", "show_addresses"]
+
+#: Bytes that are kept between reads, at most, and the part of a memory limit.
+_ROOM = 128 << 20
+_PART = 4
+_ADDRESS = re.compile(r"^([a-z][a-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True)
+class StoredRoot:
+    """A checkpoint's root in a store, and its placeholders."""
+
+    store: Store
+    files: tuple[StoredFile, ...]
+    #: The folder of the placeholders, or the placeholder of the only file that the address names.
+    path: Path
+    folder: _core.StoreFolder
+
+
+#: Roots that this process has opened, by address and state.
+_roots: dict[str, StoredRoot] = {}
+_lock = threading.Lock()
+_folders: list[str] = []
+
+
+def find_local_paths(
+    paths: Iterable[StrPath], options: Mapping[str, str] | None = None
+) -> tuple[list[StrPath], list[StoredRoot]]:
+    """Replace the address of each store by the path of its placeholders; other paths stay.
+
+    A store is listed each time. Its placeholders are the same as before if no file has changed.
+
+    Args:
+        paths: paths of this host, and addresses such as ``s3://bucket/run/step-500``.
+        options: settings of the stores, by the names that their libraries use.
+
+    Returns:
+        The paths, and the roots in stores among them.
+
+    Raises:
+        FastshardError: as the methods of :class:`fastshard.stores.store.Store`; ``FS514`` for an address that
+            no store here reads.
+    """
+    local: list[StrPath] = []
+    roots: list[StoredRoot] = []
+    for path in paths:
+        text = os.fspath(path)
+        if (scheme := _ADDRESS.match(text)) is None:
+            local.append(path)
+            continue
+        root = _open_root(registry.open_store(scheme[1], text, options or {}))
+        local.append(root.path)
+        roots.append(root)
+    return local, roots
+
+
+def show_addresses(findings: Iterable[Finding], roots: Iterable[StoredRoot]) -> list[Finding]:
+    """Name stores in findings by their addresses, in the place of the paths of placeholders."""
+    names = [(os.fspath(root.path), root.store.address) for root in roots]
+
+    def rename(text: str | None) -> str | None:
+        for path, address in names:
+            text = text and text.replace(path, address)
+        return text
+
+    return [
+        finding.replace(
+            message=rename(finding.message),
+            file=rename(finding.file),
+            expected=rename(finding.expected),
+            got=rename(finding.got),
+            help=rename(finding.help),
+            run=[rename(line) for line in finding.run],
+        )
+        for finding in findings
+    ]
+
+
+def count_requests() -> tuple[int, int]:
+    """Return the number of requests for ranges that this process has made, and their bytes."""
+    counts = [root.folder.counts() for root in _roots.values()]
+    return sum(count for count, _ in counts), sum(nbytes for _, nbytes in counts)
+
+
+def _open_root(store: Store) -> StoredRoot:
+    """Return the placeholders of a root, which are made if there are none for the files that it has now."""
+    files = tuple(store.list_files())
+    with _lock:
+        known = _roots.get(store.address)
+        if known is not None and known.files == files and known.store.revision == store.revision:
+            return known
+        root = _make_root(store, files)
+        _roots[store.address] = root
+    log("stores", "%s: %d files, %d bytes", store.address, len(files), sum(file.size for file in files))
+    return root
+
+
+def _make_root(store: Store, files: tuple[StoredFile, ...]) -> StoredRoot:
+    """Make the placeholders of a root, and let readers find the store behind them.
+
+    Raises:
+        FastshardError: ``FS507`` if they cannot be made.
+    """
+    name = store.address.rstrip("/").rpartition("/")[2] or "checkpoint"
+    is_file = len(files) == 1 and files[0].path == name
+    try:
+        parent = Path(tempfile.mkdtemp(prefix="fastshard-"))
+        _folders.append(os.fspath(parent))
+        folder = parent if is_file else parent / name
+        folder.mkdir(exist_ok=True)
+        for file in files:
+            _make_placeholder(folder / file.path, file)
+    except OSError as error:
+        raise FastshardError.of(
+            codes.IO,
+            f"the placeholders of a store's files cannot be made: {error.strerror}",
+            file=tempfile.gettempdir(),
+            help="set TMPDIR to a folder that you may write to; they take no space",
+        ) from None
+    limit = memory_budget.get_limit()
+    room = _ROOM if limit is None else min(_ROOM, limit // _PART)
+    listed = [(file.path, file.size, file.modified_ns) for file in files]
+    registered = _core.StoreFolder(folder, store.address, listed, room, _reader(store, files))
+    return StoredRoot(store, files, folder / name if is_file else folder, registered)
+
+
+def _make_placeholder(path: Path, file: StoredFile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as placeholder:
+        placeholder.truncate(file.size)
+    os.utime(path, ns=(file.modified_ns, file.modified_ns))
+
+
+def _reader(
+    store: Store, files: tuple[StoredFile, ...]
+) -> Callable[[int, int, memoryview], list[Finding] | None]:
+    """Make the function by which the core reads a range of a file into a buffer."""
+
+    def read(number: int, offset: int, buffer: memoryview) -> list[Finding] | None:
+        file = files[number]
+        try:
+            content = store.read(file, offset, len(buffer))
+        except FastshardError as error:
+            return error.findings
+        if len(content) != len(buffer):
+            return [
+                Finding.of(
+                    codes.IO,
+                    "the store sent another number of bytes than were asked for",
+                    file=file.path,
+                    expected=f"{len(buffer)} bytes from {offset}",
+                    got=str(len(content)),
+                )
+            ]
+        buffer[:] = content
+        return None
+
+    return read
+
+
+@atexit.register
+def _remove_folders() -> None:
+    """Remove the folders of all placeholders when the process ends."""
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,353 @@
+//! Files of a store, read by requests that each take long: what a request brings beyond a read is kept for the next ones.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::remote::{Provider, Ranges};
+use super::BlockBytes;
+use crate::codes;
+use crate::error::{Finding, Result};
+
+/// Minimum bytes of a request, and its maximum if reading continues.
+const LEAST: u64 = 256 << 10;
+const MOST: u64 = 8 << 20;
+/// Places in a file at which readers continue, at most.
+const STREAMS: usize = 16;
+
+/// Requests bytes of a store.
+pub trait Requests: Debug + Send + Sync {
+    /// Returns `len` bytes of a file from `offset`. Several threads call it.
+    ///
+    /// # Errors
+    /// The reason why they do not arrive; `FS506` for a file that is not the listed one any more.
+    fn request(&self, file: u32, offset: u64, len: usize) -> Result<Box<dyn BlockBytes>>;
+}
+
+/// A file as a store lists it.
+#[derive(Debug, Clone)]
+pub struct Listed {
+    /// Its path below the root.
+    pub path: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time in nanoseconds since the epoch.
+    pub mtime_ns: i64,
+}
+
+/// Bytes of a file that one request brings; none while it is under way.
+#[derive(Debug)]
+struct Segment {
+    len: u64,
+    bytes: Option<Arc<dyn BlockBytes>>,
+    /// When it was last read, as a count of reads.
+    used: u64,
+}
+
+/// A place up to which a file was requested, and the length of that request.
+#[derive(Debug, Clone, Copy)]
+struct Stream {
+    end: u64,
+    step: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Segments by file and first byte; they do not overlap.
+    segments: BTreeMap<(u32, u64), Segment>,
+    /// Bytes of all segments that are here.
+    kept: u64,
+    reads: u64,
+    streams: HashMap<u32, Vec<Stream>>,
+}
+
+/// The files of a root in a store.
+#[derive(Debug)]
+pub struct StoreFiles {
+    requests: Box<dyn Requests>,
+    folder: PathBuf,
+    name: String,
+    files: Vec<Listed>,
+    numbers: HashMap<PathBuf, u32>,
+    /// Maximum of bytes that are kept.
+    room: u64,
+    state: Mutex<State>,
+    arrived: Condvar,
+    count: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl StoreFiles {
+    /// The `files` of a store with placeholders below `folder`, a path without links. `name` is their root for
+    /// users; `room` limits the bytes that are kept between reads.
+    pub fn new(
+        folder: PathBuf,
+        name: String,
+        files: Vec<Listed>,
+        room: u64,
+        requests: Box<dyn Requests>,
+    ) -> Arc<StoreFiles> {
+        let numbers = files.iter().enumerate().map(|(i, file)| (folder.join(&file.path), i as u32)).collect();
+        let state = Mutex::default();
+        let (count, bytes) = Default::default();
+        Arc::new(StoreFiles {
+            requests,
+            folder,
+            name,
+            files,
+            numbers,
+            room,
+            state,
+            arrived: Condvar::new(),
+            count,
+            bytes,
+        })
+    }
+
+    /// Number of requests so far, and the bytes that they asked for.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.count.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fills `into` from `offset` of a file.
+    fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> Result<()> {
+        let end = offset + into.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let (first, bytes) = self.segment(file, at, end)?;
+            let until = (first + bytes.bytes().len() as u64).min(end);
+            let part = &bytes.bytes()[(at - first) as usize..(until - first) as usize];
+            into[(at - offset) as usize..(until - offset) as usize].copy_from_slice(part);
+            at = until;
+        }
+        Ok(())
+    }
+
+    /// The segment with byte `at` of a file, requested if it is not here, for a read up to `end`.
+    fn segment(&self, file: u32, at: u64, end: u64) -> Result<(u64, Arc<dyn BlockBytes>)> {
+        let mut state = self.lock();
+        loop {
+            state.reads += 1;
+            let now = state.reads;
+            let before = state.segments.range_mut((file, 0)..=(file, at)).next_back();
+            match before.filter(|(key, segment)| at < key.1 + segment.len) {
+                Some((&(_, first), segment)) => match &segment.bytes {
+                    Some(bytes) => {
+                        segment.used = now;
+                        return Ok((first, Arc::clone(bytes)));
+                    }
+                    None => state = self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),
+                },
+                None => break,
+            }
+        }
+        let hi = state.choose_end(file, at, end, self.files[file as usize].size);
+        let key = (file, at);
+        state.segments.insert(key, Segment { len: hi - at, bytes: None, used: u64::MAX });
+        drop(state);
+        // Its end is awaited by other readers, even after a panic.
+        let waiting = Waiting { store: self, key };
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(hi - at, Ordering::Relaxed);
+        let bytes: Arc<dyn BlockBytes> = self.requests.request(file, at, (hi - at) as usize)?.into();
+        if bytes.bytes().len() as u64 != hi - at {
+            let what = "the store sent another number of bytes";
+            return Err(Finding::new(codes::INTERNAL, what)
+                .file(&self.files[file as usize].path)
+                .expected(hi - at, bytes.bytes().len())
+                .into());
+        }
+        waiting.arrive(Arc::clone(&bytes), hi > end || hi - at < LEAST);
+        Ok((at, bytes))
+    }
+}
+
+/// A segment under way, which is taken back unless it arrives.
+struct Waiting<'a> {
+    store: &'a StoreFiles,
+    key: (u32, u64),
+}
+
+impl Waiting<'_> {
+    /// Hands the bytes to those who wait for them; keeps them for later reads if `keep`.
+    fn arrive(self, bytes: Arc<dyn BlockBytes>, keep: bool) {
+        let mut state = self.store.lock();
+        let now = state.reads;
+        if let Some(segment) = state.segments.get_mut(&self.key).filter(|_| keep) {
+            let len = segment.len;
+            (segment.bytes, segment.used) = (Some(bytes), now);
+            state.kept += len;
+            state.make_room(self.store.room);
+        }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut state = self.store.lock();
+        if state.segments.get(&self.key).is_some_and(|segment| segment.bytes.is_none()) {
+            state.segments.remove(&self.key);
+        }
+        drop(state);
+        self.store.arrived.notify_all();
+    }
+}
+
+impl State {
+    /// Chooses the end of a request for byte `at` of a file, for a read up to `end`: the longer, the longer reading has gone
+    /// on from there.
+    fn choose_end(&mut self, file: u32, at: u64, end: u64, size: u64) -> u64 {
+        let next = self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
+        let streams = self.streams.entry(file).or_default();
+        // A reader that leaves out less than it asked for last reads on.
+        let known = streams.iter().position(|s| s.end <= at && at - s.end <= s.step);
+        let step = known.map_or(LEAST, |i| (streams.remove(i).step * 2).min(MOST));
+        let hi = end.max(at + step).min(at + MOST.max(step)).min(next).min(size);
+        if streams.len() == STREAMS {
+            streams.remove(0);
+        }
+        streams.push(Stream { end: hi, step });
+        hi
+    }
+
+    /// Removes the segments that were not read for the longest time, until the others take no more than `room`.
+    fn make_room(&mut self, room: u64) {
+        while self.kept > room {
+            let here = self.segments.iter().filter(|(_, segment)| segment.bytes.is_some());
+            let Some((&key, _)) = here.min_by_key(|(_, segment)| segment.used) else { return };
+            let len = self.segments.remove(&key).map_or(0, |segment| segment.len);
+            self.kept -= len;
+        }
+    }
+}
+
+/// A file of a store, for its readers.
+#[derive(Debug)]
+struct StoreFile {
+    store: Arc<StoreFiles>,
+    number: u32,
+}
+
+impl Ranges for StoreFile {
+    fn identity(&self) -> Option<(u64, i64)> {
+        let listed = &self.store.files[self.number as usize];
+        Some((listed.size, listed.mtime_ns))
+    }
+
+    fn is_lent(&self) -> bool {
+        false
+    }
+
+    fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        self.store.read(self.number, offset, bytes)
+    }
+
+    fn will_read(&self, _ranges: &[(u64, u64)], _now: bool) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Provides the files of a store to those who open their placeholders.
+#[derive(Debug)]
+pub struct StoreProvider(pub Arc<StoreFiles>);
+
+impl Provider for StoreProvider {
+    fn file(&self, path: &Path) -> Option<Arc<dyn Ranges>> {
+        let number = *self.0.numbers.get(path)?;
+        Some(Arc::new(StoreFile { store: Arc::clone(&self.0), number }))
+    }
+
+    fn name(&self, folder: &Path) -> Option<String> {
+        (folder == self.0.folder).then(|| self.0.name.clone())
+    }
+
+    fn interrupt(&self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    /// The bytes of one file, and the requests for them (offset, length).
+    #[derive(Debug)]
+    struct Memory {
+        content: Vec<u8>,
+        asked: Asked,
+        fails: AtomicBool,
+    }
+
+    impl Requests for Memory {
+        fn request(&self, _: u32, offset: u64, len: usize) -> Result<Box<dyn BlockBytes>> {
+            self.asked.lock().unwrap().push((offset, len));
+            if self.fails.swap(false, Ordering::Relaxed) {
+                return Err(Finding::new(codes::SOURCE_CHANGED, "replaced").into());
+            }
+            Ok(Box::new(self.content[offset as usize..offset as usize + len].to_vec()))
+        }
+    }
+
+    type Asked = Arc<Mutex<Vec<(u64, usize)>>>;
+
+    fn store(size: usize, room: u64, fails: bool) -> (Arc<dyn Ranges>, Vec<u8>, Asked) {
+        let content: Vec<u8> = (0..size).map(|i| ((i * 2_654_435_761) >> 7) as u8).collect();
+        let asked = Asked::default();
+        let requests = Memory { content: content.clone(), asked: Arc::clone(&asked), fails: fails.into() };
+        let listed = Listed { path: "a/b".into(), size: size as u64, mtime_ns: 5 };
+        let files = StoreFiles::new("/r".into(), "s3://x".into(), vec![listed], room, Box::new(requests));
+        (StoreProvider(files).file(Path::new("/r/a/b")).unwrap(), content, asked)
+    }
+
+    #[test]
+    fn reads_are_exact_and_requests_grow() {
+        let (file, content, asked) = store(20 << 20, 64 << 20, false);
+        assert_eq!(file.identity(), Some((20 << 20, 5)));
+        let mut at = 0;
+        while at < content.len() {
+            let mut bytes = vec![0; 5000.min(content.len() - at)];
+            file.read(at as u64, &mut bytes).unwrap();
+            assert!(bytes == content[at..at + bytes.len()]);
+            at += bytes.len();
+        }
+        let asked = asked.lock().unwrap();
+        assert_eq!(asked[0], (0, 256 << 10));
+        assert!(asked.len() < 10, "{asked:?}");
+        // No byte is asked for twice.
+        assert_eq!(asked.iter().map(|(_, len)| len).sum::<usize>(), content.len());
+    }
+
+    #[test]
+    fn strided_reads_by_threads_are_exact_in_little_room() {
+        let (file, content, _) = store(6 << 20, 1 << 20, false);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (file, content) = (&file, &content);
+                scope.spawn(move || {
+                    for row in 0..700 {
+                        let at = row * 8192 + thread * 2048;
+                        let mut bytes = [0; 2048];
+                        file.read(at as u64, &mut bytes).unwrap();
+                        assert!(bytes[..] == content[at..at + 2048]);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_failed_request_is_made_again_by_the_next_reader() {
+        let (file, content, asked) = store(1 << 20, 1 << 20, true);
+        let mut bytes = [0; 8];
+        let error = file.read(0, &mut bytes).unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::SOURCE_CHANGED);
+        file.read(0, &mut bytes).unwrap();
+        assert!(bytes == content[..8] && asked.lock().unwrap().len() == 2);
+    }
+}
