@@ -192,8 +192,8 @@ def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Pat
 
 
 def test_an_address_is_no_path() -> None:
-    for address in ("s3://bucket/run", "gs://bucket/run", "hf://org/model"):
-        assert cli("merge", address, "out").having("FS514", message="addresses are not read")
+    for argv in (("steps", "s3://bucket/run"), ("merge", HF, "s3://bucket/out"), ("merge", "qq://b/run", "out")):
+        assert cli(*argv).having("FS514"), argv
 
 
 def test_quiet_says_errors_only(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .. import _core
 from ..common import (
@@ -19,10 +19,11 @@ from ..common import (
     placeholder_files,
     safe_files,
 )
+from ..common.addresses import is_address
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
-from ..common.listing import File, Listing, holds_weights, is_address, list_roots, refuse_unprintable
+from ..common.listing import File, Listing, holds_weights, list_roots, refuse_unprintable
 from ..common.log import log
 from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
+#: Headers that are requested from a store at once.
+_REQUESTS = 32
+#: Options that name files or folders, which may lie in a store.
+_PATHS = ("like", "config", "adapter", "fill_from")
+
 
 @option_checks.checked
 @file_digests.kept()
@@ -65,13 +71,16 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         FastshardError: if there is no checkpoint at the paths. Problems *inside* a checkpoint are listed in
             :attr:`Checkpoint.findings`.
     """
-    if not any(is_address(path) for path in paths):
+    given: dict[str, Any] = {**options}
+    named = {key: given[key] for key in _PATHS if is_address(given.get(key))}
+    if not named and not any(is_address(path) for path in paths):
         return _open(paths, options)
     from ..stores.placeholders import find_local_paths, show_addresses
 
-    local, roots = find_local_paths(paths)
+    local, roots = find_local_paths([*paths, *named.values()])
+    replaced = {**given, **dict(zip(named, local[len(paths) :], strict=True))}
     try:
-        return _open(tuple(local), options)
+        return _open(tuple(local[: len(paths)]), cast("OpenOptions", replaced))
     except FastshardError as error:
         raise error_for(show_addresses(error.findings, roots)) from None
 
@@ -209,7 +218,7 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
         catalog = _core.Catalog(
             [os.fspath(root) for root in files.roots],
             [(file.root, file.path) for file in (*found.files, *files.adapter_files, *files.filling_files)],
-            request.threads,
+            _count_header_threads(files.roots, request.threads),
             dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
             memory_budget.get_limit(),
@@ -226,6 +235,11 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
     if not found.reads_parts and not files.listing.single:
         findings += _find_rank_parts(readable, request.adapter_options.accept)
     return _Headers(catalog, readable, Contents(catalog, readable[: len(found.files)]), findings)
+
+
+def _count_header_threads(roots: Sequence[Path], threads: int) -> int:
+    """Return the number of threads that read headers: each waits for a store, and hardly computes."""
+    return max(threads, _REQUESTS) if any(_core.is_remote(root) for root in roots) else threads
 
 
 def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tuple[Source, list[Finding]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import stat
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
 from . import codes, file_digests, safe_files
+from .addresses import find_scheme, refuse_address
 from .errors import FastshardError, Finding, error_for
 from .options import StrPath
 from .records import dataclass, field
@@ -86,13 +86,6 @@ _SIDE_STATE = (
 #: `ORG/MODEL`.
 # source: huggingface_hub utils/_validators.py
 _HUB_ID = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-#: `s3://bucket/folder` and the like.
-_ADDRESS = compile_when_used(r"^[a-z][a-z0-9+.-]*://")
-
-
-def is_address(path: StrPath) -> bool:
-    """Return True for the address of a store, such as ``s3://bucket/run``."""
-    return isinstance(path, str) and _ADDRESS.match(path) is not None
 
 
 def holds_weights(name: str) -> bool:
@@ -407,8 +400,8 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             raise FastshardError.of(
                 codes.USAGE, "no path of a checkpoint", expected="a folder or a file", got=repr(path)
             )
-    if address := next((text for p in paths if _ADDRESS.match(text := os.fspath(p))), None):
-        raise _elsewhere(address)
+    if address := next((os.fspath(path) for path in paths if find_scheme(path)), None):
+        raise refuse_address(address)
     given = [Path(p) for p in paths]
     files_named = 0
     for path in given:
@@ -452,29 +445,6 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         if roots[index] is path:
             _walk(index, path, within, files, findings)
     return Listing(roots, files, findings, files_named == len(given) == 1, given, within)
-
-
-def _elsewhere(address: str) -> FastshardError:
-    """Make the error for an address, with the command that downloads its content."""
-    scheme, _, rest = address.partition("://")
-    name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")
-    source = shlex.quote(address)
-    help_, run = "copy the checkpoint here, or mount the store", []
-    if scheme == "hf":
-        # hf://ORG/MODEL, or hf://models/ORG/MODEL as of some tools
-        repository = "/".join(rest.removeprefix("models/").strip("/").split("/")[:2])
-        folder = shlex.quote(repository.rpartition("/")[2])
-        help_, run = "download it", [f"hf download {shlex.quote(repository)} --local-dir {folder}"]
-    elif command := {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}.get(scheme):
-        run = [f"{command} {source} {name}"]
-    return FastshardError.of(
-        codes.UNSUPPORTED,
-        "addresses are not read yet",
-        file=address,
-        expected="a path on this machine",
-        help=help_,
-        run=run,
-    )
 
 
 def _missing(path: Path) -> FastshardError:

@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import _core
 from . import codes, file_digests, json_text, memory_budget
+from .addresses import is_address, refuse_address
 from .errors import FastshardError, Finding, error_for, from_core
 from .near_words import nearest
 from .options import StrPath
@@ -420,8 +421,10 @@ def check_folder(folder: StrPath) -> Path:
     """Return the path of a folder that must exist.
 
     Raises:
-        FastshardError: ``FS501`` if it is missing, or is not a folder.
+        FastshardError: ``FS501`` if it is missing, or is not a folder; ``FS514`` for an address of a store.
     """
+    if is_address(folder):
+        raise refuse_address(os.fspath(folder))
     path = Path(folder)
     if not os.fspath(folder) or not path.is_dir():
         raise FastshardError.of(

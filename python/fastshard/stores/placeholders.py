@@ -1,15 +1,14 @@
 """Placeholders on this host for the files of a checkpoint in a store.
 
-Each is a sparse file of the same name and size, so that adapters list and compare names as they do on any disk.
-Whoever opens one reads the file in the store: the core's readers and :mod:`fastshard.common.safe_files` know
-the folders that have them.
+Each is a sparse file of the same name and size, so that adapters list and compare names as they do on any
+disk. Whoever opens one reads the file in the store: the core's readers and :mod:`fastshard.common.safe_files`
+know the folders that have them.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from .. import _core
 from ..common import codes, memory_budget
+from ..common.addresses import find_scheme
 from ..common.errors import FastshardError, Finding
 from ..common.log import log
 from ..common.options import StrPath
@@ -30,7 +30,6 @@ __all__ = ["StoredRoot", "count_requests", "find_local_paths", "show_addresses"]
 #: Bytes that are kept between reads, at most, and the part of a memory limit.
 _ROOM = 128 << 20
 _PART = 4
-_ADDRESS = re.compile(r"^([a-z][a-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ def find_local_paths(
     local: list[StrPath] = []
     roots: list[StoredRoot] = []
     for path in paths:
-        text = os.fspath(path)
-        if (scheme := _ADDRESS.match(text)) is None:
+        scheme = find_scheme(path)
+        if scheme is None:
             local.append(path)
             continue
-        root = _open_root(registry.open_store(scheme[1], text, options or {}))
+        root = _open_root(registry.open_store(scheme, os.fspath(path), options or {}))
         local.append(root.path)
         roots.append(root)
     return local, roots

@@ -57,6 +57,13 @@ def manifest(
             or if ``out`` exists and is not a manifest.
     """
     checkpoint = as_checkpoint(source, **opening)
+    if out is None and _core.is_remote(checkpoint.roots[0]):
+        raise FastshardError.of(
+            codes.USAGE,
+            "a manifest is not written to a store yet",
+            help="name a file of this host",
+            run=["-o FILE"],
+        )
     path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
     if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
         raise FastshardError.of(

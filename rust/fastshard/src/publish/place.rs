@@ -52,6 +52,7 @@ impl Place {
                 .into());
         }
         let run = &run_id[..16];
+        refuse_address(out)?;
         let Some(target) = existing(out)? else {
             let parent = match out.parent() {
                 Some(parent) if parent != Path::new("") => parent,
@@ -150,6 +151,24 @@ impl Place {
     pub(crate) fn is_named_whole(&self) -> bool {
         self.name.len() <= MAX_SHOWN
     }
+}
+
+/// Refuses the address of a store.
+fn refuse_address(out: &Path) -> Result<()> {
+    let text = out.to_string_lossy();
+    let scheme = text.split_once(":/").map_or("", |(scheme, _)| scheme);
+    // Python's paths have one slash where the address has two.
+    if scheme.len() < 2
+        || !scheme.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit())
+        || out.exists()
+    {
+        return Ok(());
+    }
+    Err(Finding::new(codes::UNSUPPORTED, "results are not written to stores yet")
+        .file(out)
+        .expected("a path on this machine", format!("an address of {scheme}://"))
+        .help("write the result here, then copy the folder; fastshard.manifest.json goes along")
+        .into())
 }
 
 /// `out` with links resolved if something is there; it has to be a directory.
