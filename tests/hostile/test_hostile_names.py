@@ -192,7 +192,12 @@ def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Pat
 
 
 def test_an_address_is_no_path() -> None:
-    for argv in (("steps", "s3://bucket/run"), ("merge", HF, "s3://bucket/out"), ("merge", "qq://b/run", "out")):
+    commands = (
+        ("steps", "s3://bucket/run"),
+        ("merge", HF, "s3://bucket/out"),
+        ("merge", "qq://b/run", "out"),
+    )
+    for argv in commands:
         assert cli(*argv).having("FS514"), argv
 
 

@@ -46,6 +46,7 @@ class StoredRoot:
 #: Roots that this process has opened, by address and state.
 _roots: dict[str, StoredRoot] = {}
 _lock = threading.Lock()
+_opened: list[StoredRoot] = []
 _folders: list[str] = []
 
 
@@ -104,7 +105,7 @@ def show_addresses(findings: Iterable[Finding], roots: Iterable[StoredRoot]) -> 
 
 def count_requests() -> tuple[int, int]:
     """Return the number of requests for ranges that this process has made, and their bytes."""
-    counts = [root.folder.counts() for root in _roots.values()]
+    counts = [root.folder.counts() for root in _opened]
     return sum(count for count, _ in counts), sum(nbytes for _, nbytes in counts)
 
 
@@ -117,6 +118,7 @@ def _open_root(store: Store) -> StoredRoot:
             return known
         root = _make_root(store, files)
         _roots[store.address] = root
+        _opened.append(root)
     log("stores", "%s: %d files, %d bytes", store.address, len(files), sum(file.size for file in files))
     return root
 
@@ -187,5 +189,8 @@ def _reader(
 @atexit.register
 def _remove_folders() -> None:
     """Remove the folders of all placeholders when the process ends."""
+    # Threads that call Python must have ended before the interpreter does.
+    for root in _opened:
+        root.folder.close()
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -213,9 +213,10 @@ impl StoreFolder {
         self.files.counts()
     }
 
-    /// Makes the placeholders ordinary files again.
-    fn close(&self) {
+    /// Makes the placeholders ordinary files again, and waits for requests that were made ahead.
+    fn close(&self, py: Python<'_>) {
         drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());
+        py.detach(|| self.files.stop());
     }
 }
 

@@ -1,10 +1,15 @@
-//! Files of a store, read by requests that each take long: what a request brings beyond a read is kept for the next ones.
+//! Files of a store, read by requests that each take long.
+//!
+//! What a request brings beyond a read is kept for the next ones. Where reading goes on for long, the following requests are
+//! made ahead, by threads that only wait.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{channel, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
 
 use super::remote::{Provider, Ranges};
 use super::BlockBytes;
@@ -14,6 +19,9 @@ use crate::error::{Finding, Result};
 /// Minimum bytes of a request, and its maximum if reading continues.
 const LEAST: u64 = 256 << 10;
 const MOST: u64 = 8 << 20;
+/// Requests that are made ahead at the same time, and of them those for one reader.
+const AHEAD: usize = 8;
+const AHEAD_OF_ONE: usize = 4;
 /// Places in a file at which readers continue, at most.
 const STREAMS: usize = 16;
 
@@ -44,6 +52,8 @@ struct Segment {
     bytes: Option<Arc<dyn BlockBytes>>,
     /// When it was last read, as a count of reads.
     used: u64,
+    /// True while it is requested ahead of its readers.
+    is_ahead: bool,
 }
 
 /// A place up to which a file was requested, and the length of that request.
@@ -57,8 +67,9 @@ struct Stream {
 struct State {
     /// Segments by file and first byte; they do not overlap.
     segments: BTreeMap<(u32, u64), Segment>,
-    /// Bytes of all segments that are here.
+    /// Bytes of all segments that are here, and of those that are requested ahead.
     kept: u64,
+    coming: u64,
     reads: u64,
     streams: HashMap<u32, Vec<Stream>>,
 }
@@ -75,8 +86,19 @@ pub struct StoreFiles {
     room: u64,
     state: Mutex<State>,
     arrived: Condvar,
+    ahead: Mutex<Option<Ahead>>,
     count: AtomicU64,
     bytes: AtomicU64,
+}
+
+/// A request to make ahead: a file, its first byte, and one past the last.
+type Wanted = (u32, u64, u64);
+
+/// Threads that make requests ahead.
+#[derive(Debug)]
+struct Ahead {
+    wanted: Sender<Wanted>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl StoreFiles {
@@ -101,6 +123,7 @@ impl StoreFiles {
             room,
             state,
             arrived: Condvar::new(),
+            ahead: Mutex::default(),
             count,
             bytes,
         })
@@ -115,8 +138,16 @@ impl StoreFiles {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Ends the threads that make requests ahead; reads go on without them.
+    pub fn stop(&self) {
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Ahead { wanted, threads }) = ahead else { return };
+        drop(wanted);
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+    }
+
     /// Fills `into` from `offset` of a file.
-    fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> Result<()> {
+    fn read(self: &Arc<Self>, file: u32, offset: u64, into: &mut [u8]) -> Result<()> {
         let end = offset + into.len() as u64;
         let mut at = offset;
         while at < end {
@@ -130,7 +161,8 @@ impl StoreFiles {
     }
 
     /// The segment with byte `at` of a file, requested if it is not here, for a read up to `end`.
-    fn segment(&self, file: u32, at: u64, end: u64) -> Result<(u64, Arc<dyn BlockBytes>)> {
+    fn segment(self: &Arc<Self>, file: u32, at: u64, end: u64) -> Result<(u64, Arc<dyn BlockBytes>)> {
+        let size = self.files[file as usize].size;
         let mut state = self.lock();
         loop {
             state.reads += 1;
@@ -140,31 +172,88 @@ impl StoreFiles {
                 Some((&(_, first), segment)) => match &segment.bytes {
                     Some(bytes) => {
                         segment.used = now;
-                        return Ok((first, Arc::clone(bytes)));
+                        let found = (first, Arc::clone(bytes));
+                        let wanted = state.choose_ahead(file, first + segment_len(&found.1), size, self.room);
+                        drop(state);
+                        self.request_ahead(wanted);
+                        return Ok(found);
                     }
                     None => state = self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),
                 },
                 None => break,
             }
         }
-        let hi = state.choose_end(file, at, end, self.files[file as usize].size);
-        let key = (file, at);
-        state.segments.insert(key, Segment { len: hi - at, bytes: None, used: u64::MAX });
+        let hi = state.choose_end(file, at, end, size);
+        state
+            .segments
+            .insert((file, at), Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: false });
+        let wanted = match hi - at >= MOST {
+            true => state.choose_ahead(file, hi, size, self.room),
+            false => Vec::new(),
+        };
         drop(state);
-        // Its end is awaited by other readers, even after a panic.
-        let waiting = Waiting { store: self, key };
+        self.request_ahead(wanted);
+        let bytes = self.request(file, at, hi, hi > end || hi - at < LEAST)?;
+        Ok((at, bytes))
+    }
+
+    /// Requests the bytes of a segment that is under way, and hands them to those who wait for them.
+    fn request(&self, file: u32, at: u64, hi: u64, keep: bool) -> Result<Arc<dyn BlockBytes>> {
+        // Other readers wait for its end, even if this thread panics.
+        let waiting = Waiting { store: self, key: (file, at) };
         self.count.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(hi - at, Ordering::Relaxed);
         let bytes: Arc<dyn BlockBytes> = self.requests.request(file, at, (hi - at) as usize)?.into();
-        if bytes.bytes().len() as u64 != hi - at {
+        if segment_len(&bytes) != hi - at {
             let what = "the store sent another number of bytes";
             return Err(Finding::new(codes::INTERNAL, what)
                 .file(&self.files[file as usize].path)
-                .expected(hi - at, bytes.bytes().len())
+                .expected(hi - at, segment_len(&bytes))
                 .into());
         }
-        waiting.arrive(Arc::clone(&bytes), hi > end || hi - at < LEAST);
-        Ok((at, bytes))
+        waiting.arrive(Arc::clone(&bytes), keep);
+        Ok(bytes)
+    }
+
+    /// Has threads make requests whose segments are under way.
+    fn request_ahead(self: &Arc<Self>, wanted: Vec<Wanted>) {
+        if wanted.is_empty() {
+            return;
+        }
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        let ahead = ahead.get_or_insert_with(|| Ahead::begin(self));
+        for one in wanted {
+            if ahead.threads.is_empty() || ahead.wanted.send(one).is_err() {
+                drop(Waiting { store: self, key: (one.0, one.1) });
+            }
+        }
+    }
+}
+
+fn segment_len(bytes: &Arc<dyn BlockBytes>) -> u64 {
+    bytes.bytes().len() as u64
+}
+
+impl Ahead {
+    fn begin(store: &Arc<StoreFiles>) -> Ahead {
+        let (wanted, receiver) = channel();
+        let receiver = Arc::new(Mutex::new(receiver));
+        let threads = (0..AHEAD).filter_map(|_| {
+            let (store, receiver) = (Arc::downgrade(store), Arc::clone(&receiver));
+            let thread = std::thread::Builder::new().name("fastshard-ahead".into());
+            thread.spawn(move || work_ahead(&store, &receiver)).ok()
+        });
+        Ahead { wanted, threads: threads.collect() }
+    }
+}
+
+/// Makes requests until nobody wants more. Whoever reads the bytes makes a request that failed again, and gets the reason.
+fn work_ahead(store: &Weak<StoreFiles>, receiver: &Mutex<Receiver<Wanted>>) {
+    loop {
+        let wanted = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok((file, at, hi)) = wanted else { return };
+        let Some(store) = store.upgrade() else { return };
+        drop(store.request(file, at, hi, true));
     }
 }
 
@@ -181,8 +270,10 @@ impl Waiting<'_> {
         let now = state.reads;
         if let Some(segment) = state.segments.get_mut(&self.key).filter(|_| keep) {
             let len = segment.len;
+            let was_ahead = std::mem::take(&mut segment.is_ahead);
             (segment.bytes, segment.used) = (Some(bytes), now);
             state.kept += len;
+            state.coming -= if was_ahead { len } else { 0 };
             state.make_room(self.store.room);
         }
     }
@@ -191,7 +282,8 @@ impl Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut state = self.store.lock();
-        if state.segments.get(&self.key).is_some_and(|segment| segment.bytes.is_none()) {
+        if let Some(segment) = state.segments.get(&self.key).filter(|segment| segment.bytes.is_none()) {
+            state.coming -= if segment.is_ahead { segment.len } else { 0 };
             state.segments.remove(&self.key);
         }
         drop(state);
@@ -214,6 +306,41 @@ impl State {
         }
         streams.push(Stream { end: hi, step });
         hi
+    }
+
+    /// Chooses the requests to make ahead of a reader that has come to a segment which ends at `next`, if reading has gone on
+    /// for long: their segments are under way from now on.
+    fn choose_ahead(&mut self, file: u32, mut next: u64, size: u64, room: u64) -> Vec<Wanted> {
+        let mut wanted = Vec::new();
+        let is_long =
+            |s: &Stream| s.step >= MOST && s.end <= next + AHEAD_OF_ONE as u64 * MOST && s.end >= next;
+        let Some(at) = self.streams.get(&file).and_then(|streams| streams.iter().position(is_long)) else {
+            return wanted;
+        };
+        for _ in 0..AHEAD_OF_ONE {
+            if let Some(segment) = self.segments.get(&(file, next)) {
+                next += segment.len;
+                continue;
+            }
+            let begins = |(key, _): (&(u32, u64), &Segment)| key.1;
+            let until = self.segments.range((file, next)..=(file, u64::MAX)).next().map_or(size, begins);
+            let hi = (next + MOST).min(until).min(size);
+            // Half of the room is for what readers come back to.
+            if hi <= next || self.coming + (hi - next) > room / 2 {
+                break;
+            }
+            self.coming += hi - next;
+            self.segments.insert(
+                (file, next),
+                Segment { len: hi - next, bytes: None, used: u64::MAX, is_ahead: true },
+            );
+            wanted.push((file, next, hi));
+            next = hi;
+        }
+        if let Some(stream) = self.streams.get_mut(&file).and_then(|streams| streams.get_mut(at)) {
+            stream.end = stream.end.max(next);
+        }
+        wanted
     }
 
     /// Removes the segments that were not read for the longest time, until the others take no more than `room`.
