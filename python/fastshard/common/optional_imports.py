@@ -18,12 +18,14 @@ EXTRAS = {
     "report": ("jinja2>=3.1,<4", "vl-convert-python>=1.7,<2"),
     "sign": ("model-signing>=1.1,<2", "pyopenssl>=24"),
     "ray": ("ray>=2.40,<3",),
+    "cloud": ('obstore>=0.12,<0.13; python_version >= "3.11"',),
 }
 
 
 def install(extra: str) -> str:
     """Return the command that installs an extra's packages, however fastshard was installed."""
-    return " ".join(["pip install", *(f"'{package}'" for package in EXTRAS[extra])])
+    packages = (package.partition(";")[0] for package in EXTRAS[extra])
+    return " ".join(["pip install", *(f"'{package}'" for package in packages)])
 
 
 def imported(*modules: str, purpose: str, extra: str) -> Any:

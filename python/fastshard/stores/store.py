@@ -46,7 +46,7 @@ class Store(Protocol):
 
         Raises:
             FastshardError: ``FS501`` if the root does not exist or has no files, ``FS502`` without the right
-                to read, ``FS503`` if the store does not answer as it should, ``FS514`` for more files than
+                to read, ``FS507`` if the store does not answer as it should, ``FS514`` for more files than
                 are read, or for a path that no file here can have.
         """
 
@@ -56,4 +56,5 @@ class Store(Protocol):
         Raises:
             FastshardError: ``FS506`` if the file is no longer the one that was listed; otherwise as
                 :meth:`list_files`. Errors that pass are retried first, within a deadline.
+            ValueError: the range is not inside the file as it was listed; no bytes of any file are inside.
         """
