@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 
 from ..common import codes
@@ -13,7 +14,15 @@ __all__ = ["OPENERS", "open_store"]
 
 #: Makes a store of an address and of options.
 Opener = Callable[[str, Mapping[str, str]], Store]
+#: Stores that are added to those below, by scheme.
 OPENERS: dict[str, Opener] = {}
+#: Module and class of each store, which are imported when an address has its scheme.
+_STORES = {
+    **dict.fromkeys(("s3", "gs", "https", "http"), ("objects", "ObjectStore")),
+    **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl", "wasb", "wasbs"), ("objects", "ObjectStore")),
+}
+#: Schemes that a message proposes.
+_READ = ("s3", "gs", "https")
 
 
 def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
@@ -22,14 +31,17 @@ def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
     Raises:
         FastshardError: ``FS514`` for a scheme that no store here has; otherwise as the opener of the store.
     """
-    opener = OPENERS.get(scheme)
-    if opener is None:
-        near = nearest(scheme, OPENERS)
+    if (opener := OPENERS.get(scheme)) is not None:
+        return opener(address, options)
+    if scheme not in _STORES:
+        near = nearest(scheme, _READ)
         raise FastshardError.of(
             codes.UNSUPPORTED,
             f"no store here is read by addresses of {scheme}://",
             file=address,
-            expected=", ".join(f"{known}://" for known in OPENERS) or "a path on this machine",
+            expected=", ".join(f"{known}://" for known in _READ),
             help=f"did you mean {near}://" if near else "copy the checkpoint here, or mount the store",
         )
-    return opener(address, options)
+    module, name = _STORES[scheme]
+    store: Store = getattr(importlib.import_module(f".{module}", __package__), name)(address, options)
+    return store
