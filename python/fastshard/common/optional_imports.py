@@ -18,7 +18,7 @@ EXTRAS = {
     "report": ("jinja2>=3.1,<4", "vl-convert-python>=1.7,<2"),
     "sign": ("model-signing>=1.1,<2", "pyopenssl>=24"),
     "ray": ("ray>=2.40,<3",),
-    "cloud": ('obstore>=0.12,<0.13; python_version >= "3.11"',),
+    "cloud": ("huggingface_hub>=1.0,<3", 'obstore>=0.12,<0.13; python_version >= "3.11"'),
 }
 
 
