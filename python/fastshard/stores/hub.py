@@ -1,0 +1,203 @@
+"""A model repository of the Hugging Face Hub as a store: read at one commit, in ranges."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from ..common import codes, safe_files
+from ..common.errors import FastshardError
+from .hub_address import HubAddress
+from .hub_requests import SHA256, HubRequests
+from .store import Buffer, StoredFile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .store import Store
+
+__all__ = ["HubRepository"]
+
+#: Bytes of a name and of a path on Linux.
+_NAME_MAX = 255
+_PATH_MAX = 4095
+
+
+class HubRepository:
+    """A model repository of the hub, or a folder or file of one, at the commit that its revision names.
+
+    The commit is asked for when this is made; everything later is read at it, wherever the branch moves.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        endpoint: str | None = None,
+        token: str | bool | None = None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Resolve the revision to a commit.
+
+        Args:
+            address: ``hf://org/name[@revision][/folder]``.
+            endpoint: address of the hub; default ``HF_ENDPOINT``.
+            token: as huggingface_hub takes it: default the user's, False for none.
+            now: the clock that deadlines are taken from, in seconds.
+            sleep: called with the seconds to wait before a retry.
+
+        Raises:
+            FastshardError: as :meth:`Store.list_files` raises it; ``FS515`` for a malformed address.
+        """
+        self._parts = HubAddress.parse(address)
+        self._hub = HubRequests(self._parts, endpoint, token, now, sleep)
+        self._commit = self._hub.resolve()
+        #: Path of the only file below the root, with its listing.
+        self._alone: dict[str, Any] | None = None
+        #: Path of the root in the repository, with a trailing slash; empty for the repository's root.
+        self._folder = ""
+        if self._parts.path:
+            self._find_root()
+
+    def __repr__(self) -> str:
+        return f"HubRepository({self.address!r}, revision={self.revision!r})"
+
+    @property
+    def address(self) -> str:
+        """The address for users, as they gave it."""
+        return self._parts.text
+
+    @property
+    def revision(self) -> str:
+        """The commit that the address was resolved to, in 40 hexadecimal digits."""
+        return self._commit
+
+    def list_files(self) -> list[StoredFile]:
+        """List all files below the root, sorted by path, with the SHA-256 of those in LFS.
+
+        Raises:
+            FastshardError: as :meth:`Store.list_files` raises it.
+        """
+        entries = (
+            [self._alone] if self._alone else self._hub.list_tree(self._commit, self._folder.rstrip("/"))
+        )
+        files: dict[str, StoredFile] = {}
+        for entry in entries:
+            if entry.get("type") == "directory":
+                continue
+            file = self._describe(entry)
+            if file.path in files:
+                raise self._hub.strange(f"two entries of the listing are called {file.path}")
+            files[file.path] = file
+        if not files:
+            raise FastshardError.of(
+                codes.NO_SUCH_PATH,
+                f"there are no files at commit {self._commit}",
+                file=self.address,
+                help="check the folder and the revision",
+            )
+        return [files[path] for path in sorted(files)]
+
+    def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
+        """Read exactly ``length`` bytes from ``offset`` of a file, from the hub's cache if it is there.
+
+        Raises:
+            FastshardError: as :meth:`Store.read` raises it.
+            ValueError: if the range is not inside the file.
+        """
+        if offset < 0 or length < 0 or offset + length > file.size:
+            raise ValueError(f"{length} bytes from {offset} are not inside of {file.size}")
+        if file.identity.partition("/")[0] != self._commit:
+            raise self._hub.changed(file, "was listed at another commit", file.identity.partition("/")[0])
+        if not length:
+            return b""
+        path = self._folder + file.path
+        if (data := self._read_cached(path, file, offset, length)) is not None:
+            return data
+        return self._hub.read(self._commit, path, file, offset, length)
+
+    def _find_root(self) -> None:
+        """Find out whether the address names a folder or a file."""
+        entry = self._hub.look_up(self._commit, self._parts.path)
+        if entry.get("type") == "directory":
+            self._folder = f"{self._parts.path}/"
+        else:
+            self._alone = entry
+            self._hub.is_one_file = True
+            self._folder = self._parts.path[: self._parts.path.rfind("/") + 1]
+
+    def _describe(self, entry: dict[str, Any]) -> StoredFile:
+        path, blob, lfs = entry.get("path"), entry.get("oid"), entry.get("lfs") or {}
+        if not isinstance(path, str) or not isinstance(blob, str) or not isinstance(lfs, dict):
+            raise self._hub.strange("an entry of the listing has no path or no blob")
+        if not path.startswith(self._folder):
+            raise self._hub.strange("the listing of the folder has a file outside of it")
+        size, sha256 = lfs.get("size", entry.get("size")), lfs.get("oid")
+        if type(size) is not int or size < 0:
+            raise self._hub.strange(f"the listing has no size of {path!r}")
+        if sha256 is not None and not (isinstance(sha256, str) and SHA256.fullmatch(sha256)):
+            raise self._hub.strange(f"the listing has a malformed SHA-256 of {path!r}")
+        path = path[len(self._folder) :]
+        if not _is_possible(path):
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                f"the repository has a path that no file can have on this system: {path!r}",
+                file=self.address,
+                help="rename the file in the repository, or pass a folder without it",
+            )
+        return StoredFile(path, size, f"{self._commit}/{blob}", sha256=sha256)
+
+    def _read_cached(self, path: str, file: StoredFile, offset: int, length: int) -> bytes | None:
+        """Read from the file of the hub's cache, if it has the file at this commit in full."""
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(
+                self._parts.repository, path, cache_dir=_cache_folder(), revision=self._commit
+            )
+            if not isinstance(found, str):
+                return None
+            with safe_files.opened(found) as descriptor:
+                if os.fstat(descriptor).st_size != file.size:
+                    return None
+                data = bytearray()
+                while len(data) < length:
+                    piece = os.pread(descriptor, length - len(data), offset + len(data))
+                    if not piece:
+                        return None
+                    data += piece
+                return bytes(data)
+        except (FastshardError, OSError, ValueError):
+            # The hub has it too.
+            return None
+
+
+if TYPE_CHECKING:
+    _store: type[Store] = HubRepository
+
+
+def _cache_folder() -> str | None:
+    """Return the folder of the hub's cache, by the environment of now; None for the library's default."""
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return os.path.expandvars(os.path.expanduser(folder))  # noqa: PTH111
+    if home := os.environ.get("HF_HOME"):
+        return os.path.join(os.path.expandvars(os.path.expanduser(home)), "hub")  # noqa: PTH111, PTH118
+    return None
+
+
+def _is_possible(path: str) -> bool:
+    """Return True for a relative path that a file below a root can have."""
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        return False
+    names = encoded.split(b"/")
+    return (
+        len(encoded) <= _PATH_MAX
+        and not {b"", b".", b".."} & {*names}
+        and b"\0" not in encoded
+        and all(len(name) <= _NAME_MAX for name in names)
+    )
