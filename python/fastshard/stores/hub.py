@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..common import codes, safe_files
 from ..common.errors import FastshardError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .store import Store
 
-__all__ = ["HubRepository"]
+__all__ = ["HubRepository", "open_repository"]
 
 #: Bytes of a name and of a path on Linux.
 _NAME_MAX = 255
@@ -201,3 +201,16 @@ def _is_possible(path: str) -> bool:
         and b"\0" not in encoded
         and all(len(name) <= _NAME_MAX for name in names)
     )
+
+
+def open_repository(address: str, options: Mapping[str, str]) -> HubRepository:
+    """Return the repository of an address; ``options`` may have an ``endpoint`` and a ``token``.
+
+    Raises:
+        FastshardError: ``FS515`` for another option; otherwise as :class:`HubRepository`.
+    """
+    if unknown := sorted(options.keys() - {"endpoint", "token"}):
+        raise FastshardError.of(
+            codes.USAGE, "no option of the hub", expected="endpoint, token", got=", ".join(unknown)
+        )
+    return HubRepository(address, endpoint=options.get("endpoint"), token=options.get("token"))

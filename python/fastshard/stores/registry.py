@@ -16,13 +16,14 @@ __all__ = ["OPENERS", "open_store"]
 Opener = Callable[[str, Mapping[str, str]], Store]
 #: Stores that are added to those below, by scheme.
 OPENERS: dict[str, Opener] = {}
-#: Module and class of each store, which are imported when an address has its scheme.
+#: Module and opener of each store, which are imported when an address has its scheme.
 _STORES = {
     **dict.fromkeys(("s3", "gs", "https", "http"), ("objects", "ObjectStore")),
     **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl", "wasb", "wasbs"), ("objects", "ObjectStore")),
+    "hf": ("hub", "open_repository"),
 }
 #: Schemes that a message proposes.
-_READ = ("s3", "gs", "https")
+_READ = ("s3", "gs", "https", "hf")
 
 
 def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
