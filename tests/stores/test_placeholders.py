@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,3 +180,24 @@ def test_a_folder_that_the_store_does_not_have_is_missing(tmp_path: Path) -> Non
     with pytest.raises(FastshardError) as caught:
         fastshard.verify(find_address(tmp_path / "nothing"))
     assert [finding.code for finding in caught.value.findings] == [codes.NO_SUCH_PATH]
+
+
+def test_a_manifest_names_the_store(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    fastshard.merge(find_address(folder), tmp_path / "out")
+    document = json.loads((tmp_path / "out" / "fastshard.manifest.json").read_text())
+    assert document["values"]["stores"] == [{"address": find_address(folder), "revision": None}]
+    assert str(tempfile.gettempdir()) not in json.dumps(document).replace(find_address(folder), "")
+
+
+def test_another_content_of_the_same_size_and_time_is_another_plan(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    plans = []
+    for _ in range(2):
+        plans.append(fastshard.plan(find_address(folder)).digest)
+        file = folder / find_name(0)
+        content, time = bytearray(file.read_bytes()), file.stat().st_mtime_ns
+        content[-1] ^= 1
+        file.write_bytes(content)
+        os.utime(file, ns=(time + 1, time + 1))
+    assert plans[0] != plans[1]

@@ -75,14 +75,19 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     named = {key: given[key] for key in _PATHS if is_address(given.get(key))}
     if not named and not any(is_address(path) for path in paths):
         return _open(paths, options)
-    from ..stores.placeholders import find_local_paths, show_addresses
+    from ..stores.placeholders import describe_roots, find_local_paths, show_addresses
 
     local, roots = find_local_paths([*paths, *named.values()])
     replaced = {**given, **dict(zip(named, local[len(paths) :], strict=True))}
     try:
-        return _open(tuple(local[: len(paths)]), cast("OpenOptions", replaced))
+        checkpoint = _open(tuple(local[: len(paths)]), cast("OpenOptions", replaced))
     except FastshardError as error:
         raise error_for(show_addresses(error.findings, roots)) from None
+    opened = checkpoint.opened
+    values = {**opened.source.files.values, "stores": describe_roots(roots)}
+    source = replace(opened.source, files=replace(opened.source.files, values=values))
+    checkpoint.opened = replace(opened, source=source, findings=show_addresses(opened.findings, roots))
+    return checkpoint
 
 
 def _open(paths: tuple[StrPath, ...], options: OpenOptions) -> Checkpoint:

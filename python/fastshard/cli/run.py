@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..common import codes, memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from ..common.finding_facts import command_of
+from ..common.formatting import counted, human
 from ..common.log import log_to_stderr
 from ..common.records import replace
 from ..findings.proof import not_checked
@@ -34,6 +35,16 @@ _FOUND = (1, 3)
 def _named(run: str) -> str:
     """Return the attribute of parsed arguments that a help's option sets."""
     return run.partition(" ")[0].lstrip("-").replace("-", "_")
+
+
+def _count_requests() -> dict[str, int]:
+    """Count the requests for ranges of files in stores, and their bytes; empty if no store was read."""
+    # Imported only by an address.
+    placeholders = sys.modules.get("fastshard.stores.placeholders")
+    if placeholders is None:
+        return {}
+    count, nbytes = placeholders.count_requests()
+    return {"count": count, "bytes": nbytes} if count else {}
 
 
 class Run:
@@ -192,12 +203,15 @@ class Run:
         out = to if result and to is not None else published(findings)
         prove = verb.not_proven if verb and result and result.proof else None
         verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
+        requests = _count_requests()
+        if requests and verbose:
+            self._streams.say(f"stores: {counted(requests['count'], 'request')}, {human(requests['bytes'])}")
         report = output_formats.RunReport(
             command=a.command,
             arguments=list(self._argv),
             code=code,
             findings=findings,
-            document=result.document if result else {},
+            document=(result.document if result else {}) | ({"requests": requests} if requests else {}),
             published=None if to is None else out is not None,
             not_proven=prove(findings) if prove else None,
             verdict=in_a_word(code, findings, result.word if result else None),

@@ -8,6 +8,7 @@ know the folders that have them.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
@@ -25,11 +26,12 @@ from ..common.records import dataclass
 from . import registry
 from .store import Store, StoredFile
 
-__all__ = ["StoredRoot", "count_requests", "find_local_paths", "show_addresses"]
+__all__ = ["StoredRoot", "count_requests", "describe_roots", "find_local_paths", "show_addresses"]
 
 #: Bytes that are kept between reads, at most, and the part of a memory limit.
 _ROOM = 128 << 20
 _PART = 4
+_SECOND = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ def show_addresses(findings: Iterable[Finding], roots: Iterable[StoredRoot]) -> 
     ]
 
 
+def describe_roots(roots: Iterable[StoredRoot]) -> list[dict[str, str | None]]:
+    """Describe roots for a manifest: the address of each, and the commit of those that have commits."""
+    return [{"address": root.store.address, "revision": root.store.revision} for root in roots]
+
+
 def count_requests() -> tuple[int, int]:
     """Return the number of requests for ranges that this process has made, and their bytes."""
     counts = [root.folder.counts() for root in _opened]
@@ -147,7 +154,7 @@ def _make_root(store: Store, files: tuple[StoredFile, ...]) -> StoredRoot:
         ) from None
     limit = memory_budget.get_limit()
     room = _ROOM if limit is None else min(_ROOM, limit // _PART)
-    listed = [(file.path, file.size, file.modified_ns) for file in files]
+    listed = [(file.path, file.size, _find_time(file)) for file in files]
     registered = _core.StoreFolder(folder, store.address, listed, room, _reader(store, files))
     return StoredRoot(store, files, folder / name if is_file else folder, registered)
 
@@ -156,7 +163,17 @@ def _make_placeholder(path: Path, file: StoredFile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as placeholder:
         placeholder.truncate(file.size)
-    os.utime(path, ns=(file.modified_ns, file.modified_ns))
+    os.utime(path, ns=(_find_time(file), _find_time(file)))
+
+
+def _find_time(file: StoredFile) -> int:
+    """Return a placeholder's time in nanoseconds: the store's to the second, then digits of the identity.
+
+    A plan names its files by size and time, and a run that is resumed must not take another content for the
+    same one: a store may know times to the second, or not at all.
+    """
+    digits = int.from_bytes(hashlib.sha256(file.identity.encode()).digest()[:8], "big") % _SECOND
+    return file.modified_ns // _SECOND * _SECOND + digits
 
 
 def _reader(
