@@ -412,6 +412,11 @@ def layerwise(a: dict[str, Any]) -> Job:
     """The logits of a model from its shards, a decoder layer at a time; they are left at ``out``."""
     import fastshard as ours
     import torch
+
+    # What it imports when it is called, and the peer below.
+    import transformers.conversion_mapping
+    import transformers.core_model_loading
+    import transformers.models.llama.modeling_llama  # noqa: F401
     from fastshard.evaluation.layerwise_model import LayerwiseModel
 
     tokens = torch.tensor(json.loads(Path(a["tokens"]).read_text()))[None]

@@ -196,6 +196,17 @@ class LayerwiseModel:
             raise _refuse_run(self.class_name, "its logits are on the meta device")
         return logits
 
+    def release(self) -> None:
+        """Release the weights of all units; the model does not run afterwards.
+
+        The model and its hooks refer to each other, so that the collector alone would free them, much later.
+        """
+        for unit in self.units:
+            unit.module.load_state_dict(unit.released, strict=False, assign=True)
+        for name in self._ties:
+            parent, _, own = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), own, None)
+
     def _forward(self, ids: torch.Tensor) -> Any:
         """Run the forward pass, and turn exceptions of torch and transformers into a finding.
 

@@ -132,7 +132,10 @@ def measure_loss(
     model.check_memory(memory_budget.get_limit(), batch.ids.numel())
     memory = model.estimate_memory(batch.ids.numel())
     log("evaluation", "about %d MiB of memory for %d tokens", memory >> 20, batch.ids.numel())
-    losses = _run(model, batch, progress)
+    try:
+        losses = _run(model, batch, progress)
+    finally:
+        model.release()
     return _judge(model, batch, losses, memory, expect_loss, TOLERANCE if tolerance is None else tolerance)
 
 

@@ -168,13 +168,14 @@ def layers(
             model.check_memory(limit, batch.ids.numel(), keeps_outputs=True)
             right = layer_outputs.run(model, batch.ids, str(a), _count(bar.phase("running A"), model.nbytes))
             config = model.config
-            del model
+            model.release()
         other = LayerwiseModel(open_view((b,), options), device)
         other.check_memory(limit, right.tokens.numel(), keeps_outputs=True)
         _check_fit(right, other, str(b))
         if tolerance is None:
             tolerance = _choose_tolerance(right, other)
         units = _compare(right, other, tolerance, _count(bar.phase("running B"), other.nbytes))
+        other.release()
     differences = {} if config is None else _diff_configs(config, other.config)
     gate = other.view.checkpoint.opened.gate
     return LayerComparison(
