@@ -10,9 +10,10 @@
 | `text` | is shown and says why: `<!-- shown: REASON -->` before it |
 
 Other comments before a block: `<!-- not run: REASON -->` for commands that cannot run here, which are checked
-by parser and schema and counted apart; `<!-- stand-in: REASON -->` for those that need a cluster, whose
-launcher tests/docs/stand_ins.py stands in for; `<!-- ci: NAME -->` for those that `.ci/run` takes from the
-README and runs itself; `<!-- run: NAME -->` for those that `tests/real_ray` takes from its guide.
+by parser and schema and counted apart; `<!-- stand-in: REASON -->` for those that need a cluster, a
+bucket or the hub, for which tests/docs/stand_ins.py stands in; `<!-- ci: NAME -->` for those that `.ci/run`
+takes from the README and runs itself; `<!-- run: NAME -->` for those that `tests/real_ray` takes from its
+guide.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ HELD = ("run", "compared", "stood in", "validated", "by another test", "checked 
 MEANT = {
     "run": "executed; fails the test if it fails",
     "compared": "executed, and its output compared with what is shown",
-    "stood in": "executed with processes of one host in the place of a cluster's; its launcher, scripts and "
-    "Jobs are checked besides",
+    "stood in": "executed with processes of one host in the place of a cluster's or a store's; its launcher, "
+    "scripts and Jobs are checked besides",
     "validated": "a file that a command of the page reads, or data that a loader or schema has taken",
     "by another test": "taken from the page and executed by `.ci/run` or `tests/real_ray`",
     "checked only": "cannot run here: parsed by the program's own parser or a schema",

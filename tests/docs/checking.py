@@ -258,6 +258,12 @@ def ray(words: list[str], folder: Path) -> None:
     program(words[3:], folder)
 
 
+def aws(words: list[str], _folder: Path) -> None:
+    """An upload of a folder."""
+    if words[:2] != ["s3", "sync"] or len(words) != 4 or not words[3].startswith("s3://"):
+        raise Wrong(f"aws {' '.join(words)}: only `s3 sync FOLDER s3://BUCKET/PREFIX` is known here")
+
+
 def anything(_words: list[str], _folder: Path) -> None:
     """A program whose words say nothing about this repository."""
 
@@ -277,6 +283,7 @@ PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
     "cargo": cargo,
     "ray": ray,
     "mkdocs": mkdocs,
+    "aws": aws,
     **dict.fromkeys(
         (
             ".",
@@ -293,6 +300,9 @@ PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
             "cp",
             "rm",
             "sleep",
+            "env",
+            "eval",
+            "export",
         ),
         anything,
     ),

@@ -29,6 +29,9 @@ _FASTSHARD = "import sys; sys.path.pop(0); from fastshard.cli import main; sys.e
 
 _STAND_INS = Path(__file__).with_name("stand_ins.py")
 
+#: Addresses for which servers of this host stand in.
+_IN_STORE = re.compile(r"\b(s3|hf)://")
+
 
 class Untrue(Exception):
     """A block that is not what happens."""
@@ -62,10 +65,11 @@ class Page:
         # For blocks that say so.
         self.launchers = folder / "launchers"
         self.launchers.mkdir()
-        for name in ("srun", "mpirun", "sbatch", "kubectl"):
+        for name in ("srun", "mpirun", "sbatch", "kubectl", "aws"):
             (self.launchers / name).write_text(f'#!/bin/sh\nexec {sys.executable} {_STAND_INS} {name} "$@"\n')
             (self.launchers / name).chmod(0o755)
         self._worker: subprocess.Popen[str] | None = None
+        self._stores: subprocess.Popen[str] | None = None
         self.done: Counter[str] = Counter()
         self._files: set[str] = set()
         self._read: list[str] = []
@@ -88,6 +92,8 @@ class Page:
             checking.validate(block)
         elif held in ("run", "compared", "stood in"):
             self._read.append(block.text)
+            if held == "stood in" and self._stores is None and _IN_STORE.search(block.text):
+                self._serve_stores()
             if block.language == "sh":
                 self._script(block)
             elif block.language == "console":
@@ -100,9 +106,10 @@ class Page:
 
     def kill(self) -> None:
         """Ends the page's processes."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker.communicate()
+        for process in (self._worker, self._stores):
+            if process is not None:
+                process.kill()
+                process.communicate()
 
     def close(self) -> None:
         """Ends the page.
@@ -117,6 +124,19 @@ class Page:
             used = any(last in text or re.search(rf"\b{re.escape(stem)}\b", text) for text in self._read)
             if not used and not name.startswith(".github/"):
                 raise Untrue(f"{name}: no command of the page uses this file")
+
+    def _serve_stores(self) -> None:
+        """Starts servers in the place of S3 and of the hub, for this block and those after it."""
+        self._stores = subprocess.Popen(
+            [sys.executable, str(_STAND_INS), "serve"],
+            cwd=self.folder,
+            env=self.environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._stores.stdout is not None
+        self.environment |= json.loads(self._stores.stdout.readline())
 
     def _bash(self, block: Block, script: str) -> tuple[int, str]:
         """Exit code of a script, and what it prints on both streams; nothing that it started goes on after

@@ -1,5 +1,5 @@
 """Stands in for a cluster: `srun`, `mpirun`, `sbatch` and `kubectl` as far as pages use them, with processes
-of this host.
+of this host; and for stores: a server of S3 with `aws s3 sync`, and an endpoint with the hub's interface.
 
 What is started is what the real ones would start, with the variables that these set for it. source: the
 output environment variables of `man srun` and `man sbatch`, Open MPI's OMPI_COMM_WORLD_*, Kubernetes' Indexed
@@ -8,6 +8,7 @@ Jobs.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+TESTS = Path(__file__).parents[1]
+#: Folders of the tests' servers.
+STORES = [str(TESTS), str(TESTS / "stores")]
+#: What the hub has.
+MODEL = TESTS / "fixtures/sharded/hf_sharded"
 
 
 def ranks(command: list[str], each: list[dict[str, str]]) -> int:
@@ -84,6 +91,46 @@ def kubectl(words: list[str]) -> int:
             )
             codes.append(done.returncode)
     return max(codes)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def aws(words: list[str]) -> int:
+    """`aws s3 sync FOLDER s3://BUCKET/PREFIX`, which makes the bucket too."""
+    sys.path[:0] = STORES
+    from servers import S3Server
+
+    bucket, _, prefix = words[3].removeprefix("s3://").partition("/")
+    files = {f"{prefix}/{path}": content for path, content in read_folder(Path(words[2])).items()}
+    S3Server(os.environ["AWS_ENDPOINT_URL"], {}).make_bucket(bucket, files)
+    return 0
+
+
+def serve(_words: list[str]) -> int:
+    """Serves S3 and the hub until the input ends; prints the variables by which they are reached.
+
+    The hub has `my-org/my-model`: its branch `main` and its tag `v1.0` are one commit.
+    """
+    sys.path[:0] = STORES
+    from hub_server import serving_hub
+    from servers import ACCESS_KEY, REGION, SECRET_KEY, moto_server
+
+    with moto_server() as s3, serving_hub() as hub:
+        hub.repo("my-org/my-model").commit(read_folder(MODEL), "main", "v1.0")
+        variables = {
+            "AWS_ENDPOINT_URL": s3.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": REGION,
+            "HF_ENDPOINT": hub.endpoint,
+        }
+        print(json.dumps(variables), flush=True)
+        sys.stdin.read()
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,14 +14,18 @@ WITH_BLOCKS = [page for page in blocks.PAGES if blocks.blocks(page)]
 
 
 #: Pages that use what an extra or a group installs; CI has it.
-NEEDS = {"docs/guides/gate_in_ci.md": "check_jsonschema", "docs/guides/publish_weights.md": "model_signing"}
+NEEDS = {
+    "docs/guides/gate_in_ci.md": ("check_jsonschema",),
+    "docs/guides/publish_weights.md": ("model_signing",),
+    "docs/guides/stores.md": ("obstore", "huggingface_hub", "moto.server"),
+}
 
 
 @pytest.mark.parametrize("page", at_once(WITH_BLOCKS, ("README.md", "docs/tutorial.md")))
 def test_a_page_is_true(page: str, tmp_path: Path) -> None:
     """Its blocks in their order, from an empty folder."""
-    if page in NEEDS:
-        pytest.importorskip(NEEDS[page], reason="pip install '.[sign]' --group docs")
+    for module in NEEDS.get(page, ()):
+        pytest.importorskip(module, reason="pip install '.[sign,cloud,test]' --group docs")
     run = Page(tmp_path, blocks.in_clone(page))
     found = blocks.blocks(page)
     try:

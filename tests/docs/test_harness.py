@@ -107,6 +107,17 @@ def test_a_cluster_is_stood_in_for(name: str, run: Page, monkeypatch: pytest.Mon
     assert run.done == {"stood in": 1}
 
 
+def test_a_bucket_and_the_hub_are_stood_in_for(run: Page) -> None:
+    for module in ("obstore", "huggingface_hub", "moto.server"):
+        pytest.importorskip(module, reason="pip install '.[cloud,test]'")
+    lines = [
+        'aws s3 sync "$REPO"/tests/fixtures/sharded/hf_sharded s3://bucket/a',
+        "fastshard diff s3://bucket/a hf://my-org/my-model",
+    ]
+    ran(run, page(*(f"<!-- stand-in: a server of this host -->\nsh\n{line}\n" for line in lines)))
+    assert run.done == {"stood in": 2}
+
+
 def test_a_rank_that_fails_fails_the_block(run: Page) -> None:
     text = page(
         "<!-- stand-in: no cluster is here -->\nsh\nsrun -N 2 --ntasks-per-node 1 fastshard verify nowhere\n"
