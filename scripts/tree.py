@@ -20,6 +20,7 @@ CORE, PACKAGE = ROOT / "rust/fastshard/src", ROOT / "python/fastshard"
 ROOMS = (
     *(
         "common",
+        "stores",
         "layouts",
         "zarr",
         "models",
