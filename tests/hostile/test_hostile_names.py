@@ -192,9 +192,16 @@ def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Pat
 
 
 def test_an_address_is_no_path() -> None:
+    address = "s3://bucket/run"
     commands = (
-        ("steps", "s3://bucket/run"),
-        ("merge", HF, "s3://bucket/out"),
+        ("steps", address),
+        ("attest", address),
+        ("expected", address),
+        ("check-storage", address),
+        ("find", HF, "--in", address),
+        ("split", address, "out", "--parts", "2"),
+        ("verify", HF, "--expect", address),
+        ("merge", HF, address),
         ("merge", "qq://b/run", "out"),
     )
     for argv in commands:

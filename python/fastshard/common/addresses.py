@@ -10,7 +10,7 @@ from .errors import FastshardError
 from .options import StrPath
 from .regex import compile_when_used
 
-__all__ = ["find_scheme", "is_address", "refuse_address"]
+__all__ = ["check_local", "find_scheme", "is_address", "refuse_address"]
 
 _ADDRESS = compile_when_used(r"^([a-z][a-z0-9+.-]*)://")
 
@@ -26,9 +26,17 @@ def is_address(path: object) -> bool:
     return isinstance(path, str) and find_scheme(path) is not None
 
 
-def refuse_address(
-    address: str, message: str = "this command reads no addresses of stores"
-) -> FastshardError:
+def check_local(path: object) -> None:
+    """Refuse the address of a store where only a path of this host is read.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    if isinstance(path, str) and is_address(path):
+        raise refuse_address(path)
+
+
+def refuse_address(address: str, message: str = "no address of a store is read here yet") -> FastshardError:
     """Make the error for an address, with the command that downloads its content."""
     scheme, _, rest = address.partition("://")
     name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")

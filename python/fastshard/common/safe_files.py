@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import _core
 from . import codes, file_digests, json_text, memory_budget
-from .addresses import is_address, refuse_address
+from .addresses import check_local
 from .errors import FastshardError, Finding, error_for, from_core
 from .near_words import nearest
 from .options import StrPath
@@ -423,8 +423,7 @@ def check_folder(folder: StrPath) -> Path:
     Raises:
         FastshardError: ``FS501`` if it is missing, or is not a folder; ``FS514`` for an address of a store.
     """
-    if is_address(folder):
-        raise refuse_address(os.fspath(folder))
+    check_local(folder)
     path = Path(folder)
     if not os.fspath(folder) or not path.is_dir():
         raise FastshardError.of(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import codes, json_text, safe_files
+from ..common.addresses import check_local
 from ..common.config_text import shown
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
@@ -76,6 +77,7 @@ def expected_tensors(
         FastshardError: ``FS501`` if the config is missing, ``FS211`` if it is not a model's, ``FS514`` if
             transformers is not installed, does not know the model, or cannot build it within these limits.
     """
+    check_local(path)
     at = Path(path)
     file = at if not at.is_dir() else Folder.named(at).file("config.json")
     if file is None or not file.exists():

@@ -10,6 +10,7 @@ from typing import Any
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, read
 from ..common import codes, json_text, memory_budget, safe_files
+from ..common.addresses import check_local
 from ..common.errors import FastshardError
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
@@ -60,6 +61,7 @@ def attest(
         FastshardError: ``FS518`` without a manifest; the findings of :func:`fastshard.verify`; ``FS506`` for
             a file that changes meanwhile; ``FS504`` if ``out`` exists and is not a statement.
     """
+    check_local(path)
     root = Path(path)
     if not safe_files.is_file(root / MANIFEST_NAME):
         raise FastshardError.of(

@@ -62,7 +62,7 @@ def manifest(
             codes.USAGE,
             "a manifest is not written to a store yet",
             help="name a file of this host",
-            run=["-o FILE"],
+            run=["fastshard manifest CKPT -o FILE"],
         )
     path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
     if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):

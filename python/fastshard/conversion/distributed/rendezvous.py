@@ -13,6 +13,7 @@ from typing import Any
 
 from ... import _core
 from ...common import codes
+from ...common.addresses import check_local
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import checked, refused
 from ...common.options import StrPath
@@ -196,6 +197,7 @@ def probe(
     Raises:
         FastshardError: ``FS522`` with the ranks that did not appear, or for a rank with a separate disk.
     """
+    check_local(out)
     if rank == "auto" and world is None and is_alone():
         rank, world = 0, 1
     this = rank_of(rank, world)

@@ -19,9 +19,11 @@ use crate::error::{Finding, Result};
 /// Minimum bytes of a request, and its maximum if reading continues.
 const LEAST: u64 = 256 << 10;
 const MOST: u64 = 8 << 20;
+/// Bytes of a read from which a request brings nothing beyond it.
+const LONG: u64 = 1 << 20;
 /// Requests that are made ahead at the same time, and of them those for one reader.
 const AHEAD: usize = 8;
-const AHEAD_OF_ONE: usize = 4;
+const AHEAD_OF_ONE: usize = 2;
 /// Places in a file at which readers continue, at most.
 const STREAMS: usize = 16;
 
@@ -54,6 +56,8 @@ struct Segment {
     used: u64,
     /// True while it is requested ahead of its readers.
     is_ahead: bool,
+    /// True once somebody has read its end.
+    is_read: bool,
 }
 
 /// A place up to which a file was requested, and the length of that request.
@@ -172,6 +176,7 @@ impl StoreFiles {
                 Some((&(_, first), segment)) => match &segment.bytes {
                     Some(bytes) => {
                         segment.used = now;
+                        segment.is_read |= end >= first + segment.len;
                         let found = (first, Arc::clone(bytes));
                         let wanted = state.choose_ahead(file, first + segment_len(&found.1), size, self.room);
                         drop(state);
@@ -184,13 +189,11 @@ impl StoreFiles {
             }
         }
         let hi = state.choose_end(file, at, end, size);
-        state
-            .segments
-            .insert((file, at), Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: false });
-        let wanted = match hi - at >= MOST {
-            true => state.choose_ahead(file, hi, size, self.room),
-            false => Vec::new(),
-        };
+        state.segments.insert(
+            (file, at),
+            Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: false, is_read: false },
+        );
+        let wanted = state.choose_ahead(file, hi, size, self.room);
         drop(state);
         self.request_ahead(wanted);
         let bytes = self.request(file, at, hi, hi > end || hi - at < LEAST)?;
@@ -297,10 +300,13 @@ impl State {
     fn choose_end(&mut self, file: u32, at: u64, end: u64, size: u64) -> u64 {
         let next = self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
         let streams = self.streams.entry(file).or_default();
-        // A reader that leaves out less than it asked for last reads on.
-        let known = streams.iter().position(|s| s.end <= at && at - s.end <= s.step);
+        // A reader that leaves out less than it asked for last reads on, unless it takes long parts of something else.
+        let is_long = end - at >= LONG;
+        let gap = |s: &Stream| if is_long { 0 } else { s.step };
+        let known = streams.iter().position(|s| s.end <= at && at - s.end <= gap(s));
         let step = known.map_or(LEAST, |i| (streams.remove(i).step * 2).min(MOST));
-        let hi = end.max(at + step).min(at + MOST.max(step)).min(next).min(size);
+        let until = if is_long { end } else { end.max(at + step) };
+        let hi = until.min(at + MOST).min(next).min(size);
         if streams.len() == STREAMS {
             streams.remove(0);
         }
@@ -332,7 +338,7 @@ impl State {
             self.coming += hi - next;
             self.segments.insert(
                 (file, next),
-                Segment { len: hi - next, bytes: None, used: u64::MAX, is_ahead: true },
+                Segment { len: hi - next, bytes: None, used: u64::MAX, is_ahead: true, is_read: false },
             );
             wanted.push((file, next, hi));
             next = hi;
@@ -347,7 +353,9 @@ impl State {
     fn make_room(&mut self, room: u64) {
         while self.kept > room {
             let here = self.segments.iter().filter(|(_, segment)| segment.bytes.is_some());
-            let Some((&key, _)) = here.min_by_key(|(_, segment)| segment.used) else { return };
+            let Some((&key, _)) = here.min_by_key(|(_, segment)| (!segment.is_read, segment.used)) else {
+                return;
+            };
             let len = self.segments.remove(&key).map_or(0, |segment| segment.len);
             self.kept -= len;
         }
