@@ -31,6 +31,7 @@ __all__ = ["StoredRoot", "count_requests", "describe_roots", "find_local_paths",
 #: Bytes that are kept between reads, at most, and the part of a memory limit.
 _ROOM = 128 << 20
 _PART = 4
+#: Nanoseconds.
 _SECOND = 1_000_000_000
 
 
@@ -50,6 +51,8 @@ _roots: dict[str, StoredRoot] = {}
 _lock = threading.Lock()
 _opened: list[StoredRoot] = []
 _folders: list[str] = []
+#: Roots of the process that this one was forked from.
+_left: list[StoredRoot] = []
 
 
 def find_local_paths(
@@ -154,7 +157,7 @@ def _make_root(store: Store, files: tuple[StoredFile, ...]) -> StoredRoot:
         ) from None
     limit = memory_budget.get_limit()
     room = _ROOM if limit is None else min(_ROOM, limit // _PART)
-    listed = [(file.path, file.size, _find_time(file)) for file in files]
+    listed = [(file.path, file.size, _mark_state(file)) for file in files]
     registered = _core.StoreFolder(folder, store.address, listed, room, _reader(store, files))
     return StoredRoot(store, files, folder / name if is_file else folder, registered)
 
@@ -163,17 +166,22 @@ def _make_placeholder(path: Path, file: StoredFile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as placeholder:
         placeholder.truncate(file.size)
-    os.utime(path, ns=(_find_time(file), _find_time(file)))
+    time = _mark_state(file)
+    os.utime(path, ns=(time, time))
 
 
-def _find_time(file: StoredFile) -> int:
-    """Return a placeholder's time in nanoseconds: the store's to the second, then digits of the identity.
+def _mark_state(file: StoredFile) -> int:
+    """Return the modification time of a placeholder: another one for any other content of the file.
 
-    A plan names its files by size and time, and a run that is resumed must not take another content for the
-    same one: a store may know times to the second, or not at all.
+    Plans and runs that are continued know the state of a source by its size and time. Stores state times in
+    seconds, or none at all, so what their time leaves open is taken from their mark of the content.
     """
-    digits = int.from_bytes(hashlib.sha256(file.identity.encode()).digest()[:8], "big") % _SECOND
-    return file.modified_ns // _SECOND * _SECOND + digits
+    mark = hashlib.blake2b((file.sha256 or file.identity).encode("utf-8", "surrogatepass"), digest_size=8)
+    number = int.from_bytes(mark.digest(), "big")
+    if file.modified_ns:
+        return file.modified_ns // _SECOND * _SECOND + number % _SECOND
+    # Until 2006: all file systems know such times.
+    return number >> 4
 
 
 def _reader(
@@ -201,6 +209,20 @@ def _reader(
         return None
 
     return read
+
+
+def _disown() -> None:
+    """Leave the placeholders to the process that made them, in a process that was forked from it."""
+    global _lock
+    _lock = threading.Lock()
+    _roots.clear()
+    _folders.clear()
+    # Not closed: the threads that would be waited for are those of the other process.
+    _left.extend(_opened)
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 @atexit.register
