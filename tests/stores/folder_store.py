@@ -32,6 +32,9 @@ class FolderStore:
             raise FastshardError.of(codes.NO_SUCH_PATH, "no such folder in the store", file=self.address)
         return sorted(map(self._describe, self.files), key=lambda file: file.path)
 
+    def list_children(self) -> list[StoredFile]:
+        return [file for file in map(self._describe, self.files) if "/" not in file.path]
+
     def read(self, file: StoredFile, offset: int, length: int) -> bytes:
         if self._describe(self.base / file.path).identity != file.identity:
             raise FastshardError.of(codes.SOURCE_CHANGED, "the file was replaced", file=file.path)

@@ -41,6 +41,9 @@ class MemoryStore:
             raise FastshardError.of(codes.NO_SUCH_PATH, "has no files", file=self.address)
         return [StoredFile(path, len(content), _identify(content)) for path, content in found]
 
+    def list_children(self) -> list[StoredFile]:
+        return [file for file in self.list_files() if "/" not in file.path]
+
     def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
         if offset < 0 or length < 0 or offset + length > file.size:
             raise ValueError(f"bytes {offset} to {offset + length} of a file of {file.size} bytes")

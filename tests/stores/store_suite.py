@@ -62,6 +62,13 @@ class StorePromises:
         assert all(file.identity for file in listed)
         assert made.store.list_files() == listed
 
+    def test_children_are_the_files_of_the_root_itself(self, made: Fixture) -> None:
+        listed = made.store.list_files()
+        children = [file for file in listed if "/" not in file.path and file.size]
+        assert [file for file in made.store.list_children() if file.size] == children != []
+        file = self.file_of(made, "config.json")
+        assert bytes(made.store.read(file, 0, file.size)) == FILES["config.json"]
+
     def test_every_file_reads_as_it_was_written(self, made: Fixture) -> None:
         for file in made.store.list_files():
             assert bytes(made.store.read(file, 0, file.size)) == FILES[file.path], file.path

@@ -112,3 +112,23 @@ def test_a_forked_process_leaves_the_placeholders_of_its_parent(tmp_path: Path) 
     )
     assert (ran.stdout, ran.stderr) == ("7\n1.0\n", "")
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_an_error_of_a_reader_names_the_file_and_quotes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_constant(folder, 1.0)
+    checkpoint = fastshard.open(find_address(folder))
+
+    def fail(*_: object) -> bytes:
+        raise TypeError("https://host/file?signature=SECRET")
+
+    monkeypatch.setattr(FolderStore, "read", fail)
+    with pytest.raises(FastshardError) as caught:
+        fastshard.merge(checkpoint, tmp_path / "out")
+    (finding,) = caught.value.findings
+    assert finding.code == codes.IO and "TypeError" in finding.message
+    assert finding.file is not None and finding.file.startswith("model-0000")
+    assert "SECRET" not in str(caught.value)

@@ -13,6 +13,7 @@ from ..common import codes, hub_downloads
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.records import dataclass
+from ..common.stored_places import show_text
 from . import manifest_files
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def find_unchecked(checkpoint: Checkpoint) -> list[Finding]:
     records, _ = _records(checkpoint)
     if not records:
         return []
-    command = f"fastshard verify {shlex.join(map(str, checkpoint.listing.given()))}"
+    command = f"fastshard verify {shlex.join(map(show_text, checkpoint.listing.given()))}"
     return [
         Finding.of(
             codes.NO_CHECKSUMS,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import codes, json_text, safe_files
-from ..common.addresses import check_local
+from ..common.addresses import is_address
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
@@ -213,7 +213,10 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
         return Expected()
     if isinstance(expect, Mapping):
         return Expected(config=expect)
-    check_local(expect)
+    if is_address(expect):
+        from ..stores.placeholders import find_local_paths
+
+        (expect,), _ = find_local_paths([expect])
     path = Path(expect)
     if path.is_dir():
         path = path / MANIFEST_NAME

@@ -13,6 +13,7 @@ from ..common.errors import Finding
 from ..common.formatting import natural
 from ..common.options import StrPath
 from ..common.records import dataclass, field
+from ..common.stored_places import is_stored, show_text
 from ..sources.step_names import is_step
 
 __all__ = ["Absent", "absent"]
@@ -48,6 +49,8 @@ class Absent:
             ]
             return "\n".join([*held, "name all folders of one checkpoint:", f"  {self.commands[0]}"])
         *here, there = self.commands
+        if not here:
+            return f"if another folder (FOLDER) holds the missing files, name it too:\n  {there}"
         return "\n".join(
             [
                 "if other hosts hold the missing files, copy them from each (HOST):",
@@ -105,6 +108,10 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
     path = Path(roots[0]).absolute()
     path = path if path.is_dir() else path.parent
     folder = shlex.quote(str(path))
+    if is_stored(path):
+        # No command of this host copies to a store's placeholders.
+        named = shlex.join(show_text(os.fspath(Path(root).absolute())) for root in roots)
+        return Absent(files, chunks, [f"fastshard merge {named} FOLDER OUT"], layers)
     spread = f"fastshard merge {folder} OUT --node-local --rank I --world N"
     if files or layers:
         # What is here already stays as it is.

@@ -27,6 +27,7 @@ from ..common.listing import File, Listing, holds_weights, list_roots, refuse_un
 from ..common.log import log
 from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
+from ..common.stored_places import show_findings
 from ..common.thread_counts import thread_count
 from ..layouts import tables
 from ..layouts.declaration import Source, TensorIndex, Unit
@@ -75,18 +76,15 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     named = {key: given[key] for key in _PATHS if is_address(given.get(key))}
     if not named and not any(is_address(path) for path in paths):
         return _open(paths, options)
-    from ..stores.placeholders import describe_roots, find_local_paths, show_addresses
+    from ..stores.placeholders import describe_roots, find_local_paths
 
     local, roots = find_local_paths([*paths, *named.values()])
     replaced = {**given, **dict(zip(named, local[len(paths) :], strict=True))}
-    try:
-        checkpoint = _open(tuple(local[: len(paths)]), cast("OpenOptions", replaced))
-    except FastshardError as error:
-        raise error_for(show_addresses(error.findings, roots)) from None
-    opened = checkpoint.opened
-    values = {**opened.source.files.values, "stores": describe_roots(roots)}
-    source = replace(opened.source, files=replace(opened.source.files, values=values))
-    checkpoint.opened = replace(opened, source=source, findings=show_addresses(opened.findings, roots))
+    checkpoint = _open(tuple(local[: len(paths)]), cast("OpenOptions", replaced))
+    source = checkpoint.opened.source
+    values = {**source.files.values, "stores": describe_roots(roots)}
+    source = replace(source, files=replace(source.files, values=values))
+    checkpoint.opened = replace(checkpoint.opened, source=source)
     return checkpoint
 
 
@@ -383,7 +381,7 @@ def _attach(
     return Opened(
         source=source,
         catalog=headers.catalog,
-        findings=findings,
+        findings=show_findings(findings),
         files=read_files,
         labels=_label_files(read_files, files.roots),
         behind=_behind(replace(found, files=read_files)),

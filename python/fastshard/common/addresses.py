@@ -10,15 +10,15 @@ from .errors import FastshardError
 from .options import StrPath
 from .regex import compile_when_used
 
-__all__ = ["check_local", "find_scheme", "is_address", "refuse_address"]
+__all__ = ["check_local", "find_scheme", "is_address", "make_upload_command", "refuse_address"]
 
-_ADDRESS = compile_when_used(r"^([a-z][a-z0-9+.-]*)://")
+_ADDRESS = compile_when_used(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def find_scheme(path: StrPath) -> str | None:
-    """Return the scheme of an address, such as ``s3``; None for a path of this host."""
+    """Return the scheme of an address in lower case, such as ``s3``; None for a path of this host."""
     found = _ADDRESS.match(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
-    return None if found is None else found[1]
+    return None if found is None else found[1].lower()
 
 
 def is_address(path: object) -> bool:
@@ -34,6 +34,18 @@ def check_local(path: object) -> None:
     """
     if isinstance(path, str) and is_address(path):
         raise refuse_address(path)
+
+
+def make_upload_command(source: str, address: str) -> str:
+    """Return the command that copies a file of this host to an address."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "hf":
+        names = rest.removeprefix("models/").split("/")
+        organisation, (name, _, revision), path = names[0], names[1].partition("@"), "/".join(names[2:])
+        chosen = ["--revision", revision] if revision else []
+        return shlex.join(["hf", "upload", f"{organisation}/{name}", source, path, *chosen])
+    program = {"s3": ["aws", "s3", "cp"], "gs": ["gcloud", "storage", "cp"]}.get(scheme, ["cp"])
+    return shlex.join([*program, source, address])
 
 
 def refuse_address(address: str, message: str = "no address of a store is read here yet") -> FastshardError:

@@ -8,6 +8,7 @@ from typing import Any
 from .. import _core
 from .._core import Finding
 from . import codes
+from .stored_places import show_findings
 
 __all__ = [
     "CannotRunError",
@@ -39,6 +40,7 @@ class FastshardError(Exception):
     """
 
     def __init__(self, findings: list[Finding]) -> None:
+        findings = show_findings(findings)
         super().__init__(findings)
         self.findings = findings
 

@@ -15,6 +15,7 @@ from .errors import FastshardError, Finding, error_for
 from .options import StrPath
 from .records import dataclass, field
 from .regex import compile_when_used
+from .stored_places import show_text
 
 #: Endings of files of tensors that a reader opens one by one.
 READABLE_ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -438,7 +439,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             "this file holds no tensors",
             file=str(given[0]),
             expected="a checkpoint's folder, or a file of its tensors",
-            help=f"name the folder that holds it: {given[0].parent}",
+            help=f"name the folder that holds it: {show_text(os.fspath(given[0].parent))}",
         )
     within = tuple(dict.fromkeys(folder for root in roots for folder in linked(root)))
     for index, path in enumerate(given):

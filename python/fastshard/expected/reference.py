@@ -14,6 +14,7 @@ from ..common.listing import Folder, linked
 from ..common.options import StrPath
 from ..common.records import dataclass, field, replace
 from ..common.regex import compile_when_used
+from ..common.stored_places import show_text
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from ..models import config_json
@@ -123,7 +124,7 @@ def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
             about it, each naming it as the reference; ``FS514`` for a lone config whose tensors cannot be
             listed.
     """
-    at, given = Path(path), os.fspath(path)
+    at, given = Path(path), show_text(os.fspath(path))
     try:
         is_there = at.exists()
     except OSError as error:

@@ -13,6 +13,7 @@ from ..common.errors import FastshardError, Finding
 from ..common.listing import Folder, Listing, linked, refuse_unprintable
 from ..common.records import replace
 from ..common.regex import compile_when_used
+from ..common.stored_places import is_stored
 from . import tokenizer
 
 #: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
@@ -172,14 +173,14 @@ def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
     """Report differences between the parts of a checkpoint on several hosts' disks.
 
     Files at the same place in other roots must have the same content. For parts on other hosts' disks, those
-    hosts report it.
+    hosts report it; for those in a store nobody else does.
 
     Args:
         listing: contents of the roots.
         paths: files in use.
     """
     findings = []
-    elsewhere = {root for root in listing.roots if _core.is_remote(root)}
+    elsewhere = {root for root in listing.roots if _core.is_remote(root) and not is_stored(root)}
     for path in paths:
         taken = next((root for root in listing.roots if path.is_relative_to(root)), None)
         if taken is None:

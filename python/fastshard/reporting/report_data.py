@@ -20,6 +20,7 @@ from ..common.listing import list_roots
 from ..common.options import StrPath
 from ..common.progress import Progress
 from ..common.records import dataclass, field, replace
+from ..common.stored_places import is_stored, show_text
 from ..findings.proof import not_proven
 from ..models.tensor_roles import parts_of, role_of
 from ..verification.stats import TensorStats
@@ -222,7 +223,7 @@ def gathered(
     counts = counts_of(checkpoint, plan, missing)
     facts = facts_of(checkpoint, plan, counts, stats)
     made = Read(
-        " ".join(shlex.quote(str(path)) for path in checkpoint.listing.given()),
+        " ".join(shlex.quote(show_text(path)) for path in checkpoint.listing.given()),
         counts.files,
         counts.tensors,
         provable,
@@ -234,7 +235,7 @@ def gathered(
     families = _families(plan)
     broken = any(f.severity == "error" for f in findings)
     return Report(
-        paths=tuple(checkpoint.listing.given()),
+        paths=tuple(map(show_text, checkpoint.listing.given())),
         version=_core.__version__,
         verdict="broken" if broken else "ok" if provable else "unproven",
         facts=turned(facts, against, checkpoint) if isinstance(against, Checkpoint) else facts,
@@ -242,7 +243,7 @@ def gathered(
         not_proven="; ".join(not_proven(findings)),
         read=read,
         grid=grid(checkpoint, each, echoes),
-        commands=tuple(missing.commands) if missing else (),
+        commands=tuple(missing.commands) if missing and not is_stored(checkpoint.roots[0]) else (),
         counts=counts,
         checks=checks(findings, made),
         folder=_folder(checkpoint),
@@ -283,9 +284,9 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
 
 
 def _folder(checkpoint: Checkpoint) -> str:
-    """Return the one directory of a checkpoint, as a full path."""
+    """Return the one directory of a checkpoint, as a full path; nothing is copied to a store's."""
     roots = [Path(root).absolute() for root in checkpoint.roots]
-    return str(roots[0]) if len(roots) == 1 and roots[0].is_dir() else ""
+    return str(roots[0]) if len(roots) == 1 and roots[0].is_dir() and not is_stored(roots[0]) else ""
 
 
 def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:

@@ -13,6 +13,7 @@ from ..common.listing import Listing
 from ..common.log import log
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
+from ..common.stored_places import show_text
 from .base import Adapter, Found, Options
 from .choose_step import no_steps
 from .huggingface.adapter import HuggingFace
@@ -184,7 +185,7 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     refuse_lone_trackers(listing)
     refuse_rank_folder(listing)
     raise_errors(listing.findings)
-    named = some(list(dict.fromkeys(listing.given())), 3)
+    named = some(list(dict.fromkeys(map(show_text, listing.given()))), 3)
     known = looks_like(listing)
     raise FastshardError.of(
         codes.NOT_A_CHECKPOINT,

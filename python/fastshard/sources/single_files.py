@@ -19,6 +19,7 @@ from ..common import codes, json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import READABLE_ALONE, File, Listing, is_array
 from ..common.regex import compile_when_used
+from ..common.stored_places import show_text
 from ..layouts import tables
 from ..layouts.declaration import is_state
 from ..models import config_json
@@ -100,7 +101,7 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
         tensor=tensor,
         help="name the folder that holds all parts; to take the part as it is, accept it",
         run=[
-            *([] if folder is None else [f"fastshard verify {shlex.quote(os.fspath(folder))}"]),
+            *([] if folder is None else [f"fastshard verify {shlex.quote(show_text(os.fspath(folder)))}"]),
             "--accept part",
         ],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..common import codes, safe_files
 from ..common.errors import FastshardError
@@ -84,6 +84,27 @@ class HubRepository:
         entries = (
             [self._alone] if self._alone else self._hub.list_tree(self._commit, self._folder.rstrip("/"))
         )
+        files = self._describe_all(entries)
+        if not files:
+            raise FastshardError.of(
+                codes.NO_SUCH_PATH,
+                f"there are no files at commit {self._commit}",
+                file=self.address,
+                help="check the folder and the revision",
+            )
+        return files
+
+    def list_children(self) -> list[StoredFile]:
+        """List the files in the root itself; see :meth:`Store.list_children`.
+
+        Raises:
+            FastshardError: as :meth:`Store.list_files` raises it.
+        """
+        entries = self._hub.list_tree(self._commit, self._folder.rstrip("/"), deep=False)
+        return [file for file in self._describe_all(entries) if "/" not in file.path]
+
+    def _describe_all(self, entries: Iterable[dict[str, Any]]) -> list[StoredFile]:
+        """Make the records of the files in a listing, sorted by path."""
         files: dict[str, StoredFile] = {}
         for entry in entries:
             if entry.get("type") == "directory":
@@ -92,13 +113,6 @@ class HubRepository:
             if file.path in files:
                 raise self._hub.strange(f"two entries of the listing are called {file.path}")
             files[file.path] = file
-        if not files:
-            raise FastshardError.of(
-                codes.NO_SUCH_PATH,
-                f"there are no files at commit {self._commit}",
-                file=self.address,
-                help="check the folder and the revision",
-            )
         return [files[path] for path in sorted(files)]
 
     def read(self, file: StoredFile, offset: int, length: int) -> Buffer:

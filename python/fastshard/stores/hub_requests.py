@@ -145,10 +145,10 @@ class HubRequests:
             help=f"check its spelling: {self._endpoint}/{self._address.repository}/tree/{commit}",
         )
 
-    def list_tree(self, commit: str, folder: str) -> list[dict[str, Any]]:
-        """List files and folders below a folder, of all pages."""
+    def list_tree(self, commit: str, folder: str, *, deep: bool = True) -> list[dict[str, Any]]:
+        """List files and folders below a folder, or in it alone, of all pages."""
         below = f"/{quote(folder)}" if folder else ""
-        url: str | None = self._api(f"tree/{commit}{below}?recursive=true&expand=false")
+        url: str | None = self._api(f"tree/{commit}{below}?recursive={str(deep).lower()}&expand=false")
         entries: list[dict[str, Any]] = []
         pages: set[str] = set()
         while url is not None:

@@ -185,6 +185,23 @@ class ObjectStore:
             return found
         raise denied or self._missing()
 
+    def list_children(self) -> list[StoredFile]:
+        """Lists the files in the root itself; see :meth:`Store.list_children`."""
+        if self._at.is_web:
+            return []
+        self._is_file = False
+        found = self._call(
+            self._obstore.list_with_delimiter, self._store, self._at.key or None, about=self.address
+        )
+        skipped = len(self._at.key) + 1 if self._at.key else 0
+        # An empty object may be the marker of a folder.
+        objects = {meta["path"][skipped:]: meta for meta in found["objects"] if meta["size"]}
+        return [
+            self._as_file(objects[path], path, f"{self.address}/{path}")
+            for path in sorted(objects)
+            if "/" not in path and _refuse_path(path) is None
+        ]
+
     def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
         """Reads exactly ``length`` bytes from ``offset`` of a file; see :meth:`Store.read`.
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from urllib.parse import unquote
 
 from .. import _core
 from ..common import codes, memory_budget
@@ -23,14 +24,20 @@ from ..common.errors import FastshardError, Finding
 from ..common.log import log
 from ..common.options import StrPath
 from ..common.records import dataclass
+from ..common.stored_places import record_place
 from . import registry
 from .store import Store, StoredFile
 
-__all__ = ["StoredRoot", "count_requests", "describe_roots", "find_local_paths", "show_addresses"]
+__all__ = ["StoredRoot", "count_requests", "describe_roots", "find_local_paths"]
 
 #: Bytes that are kept between reads, at most, and the part of a memory limit.
 _ROOM = 128 << 20
 _PART = 4
+#: Schemes of stores whose folders cannot be listed.
+_WITHOUT_FOLDERS = ("https", "http")
+#: Names of an address that the folders of placeholders have, and bytes of one on Linux.
+_DEPTH = 6
+_LONGEST_NAME = 255
 #: Nanoseconds.
 _SECOND = 1_000_000_000
 
@@ -80,32 +87,11 @@ def find_local_paths(
         if scheme is None:
             local.append(path)
             continue
-        root = _open_root(registry.open_store(scheme, os.fspath(path), options or {}))
+        address = os.fspath(path)
+        root = _open_root(scheme, scheme + address[len(scheme) :], options or {})
         local.append(root.path)
         roots.append(root)
     return local, roots
-
-
-def show_addresses(findings: Iterable[Finding], roots: Iterable[StoredRoot]) -> list[Finding]:
-    """Name stores in findings by their addresses, in the place of the paths of placeholders."""
-    names = [(os.fspath(root.path), root.store.address) for root in roots]
-
-    def rename(text: str | None) -> str | None:
-        for path, address in names:
-            text = text and text.replace(path, address)
-        return text
-
-    return [
-        finding.replace(
-            message=rename(finding.message),
-            file=rename(finding.file),
-            expected=rename(finding.expected),
-            got=rename(finding.got),
-            help=rename(finding.help),
-            run=[rename(line) for line in finding.run],
-        )
-        for finding in findings
-    ]
 
 
 def describe_roots(roots: Iterable[StoredRoot]) -> list[dict[str, str | None]]:
@@ -119,33 +105,65 @@ def count_requests() -> tuple[int, int]:
     return sum(count for count, _ in counts), sum(nbytes for _, nbytes in counts)
 
 
-def _open_root(store: Store) -> StoredRoot:
+def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredRoot:
     """Return the placeholders of a root, which are made if there are none for the files that it has now."""
-    files = tuple(store.list_files())
+    store = registry.open_store(scheme, address, options)
+    files, single, shown = tuple(store.list_files()), None, store.address
+    folder, _, name = shown.rstrip("/").rpartition("/")
+    if len(files) == 1 and files[0].path == unquote(name):
+        beside = _list_beside(scheme, folder, options)
+        if beside is None:
+            single = files[0].path
+        elif any(file.path == files[0].path for file in beside[1]):
+            (store, files), single = beside, files[0].path
     with _lock:
-        known = _roots.get(store.address)
+        known = _roots.get(shown)
         if known is not None and known.files == files and known.store.revision == store.revision:
             return known
-        root = _make_root(store, files)
-        _roots[store.address] = root
+        root = _make_root(store, files, shown, single)
+        _roots[shown] = root
         _opened.append(root)
-    log("stores", "%s: %d files, %d bytes", store.address, len(files), sum(file.size for file in files))
+    log("stores", "%s: %d files, %d bytes", shown, len(files), sum(file.size for file in files))
     return root
 
 
-def _make_root(store: Store, files: tuple[StoredFile, ...]) -> StoredRoot:
+def _list_beside(
+    scheme: str, folder: str, options: Mapping[str, str]
+) -> tuple[Store, tuple[StoredFile, ...]] | None:
+    """Return the folder of a file that an address names, and the files in it; None if it cannot be listed.
+
+    The names beside a file tell whether it is one rank's part of a model.
+    """
+    if scheme in _WITHOUT_FOLDERS:
+        return None
+    try:
+        store = registry.open_store(scheme, folder, options)
+        return store, tuple(store.list_children())
+    except FastshardError as error:
+        if error.code != codes.PERMISSION:
+            raise
+        return None
+
+
+def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: str | None) -> StoredRoot:
     """Make the placeholders of a root, and let readers find the store behind them.
+
+    Args:
+        store: the store that the files are read from.
+        files: the files below it.
+        shown: the address that was given.
+        single: the file that it names; None for a folder.
 
     Raises:
         FastshardError: ``FS507`` if they cannot be made.
     """
-    name = store.address.rstrip("/").rpartition("/")[2] or "checkpoint"
-    is_file = len(files) == 1 and files[0].path == name
+    root = shown.rstrip("/").rpartition("/")[0] if single else shown.rstrip("/")
+    names = _choose_names(root)
     try:
         parent = Path(tempfile.mkdtemp(prefix="fastshard-"))
         _folders.append(os.fspath(parent))
-        folder = parent if is_file else parent / name
-        folder.mkdir(exist_ok=True)
+        folder = parent.joinpath(*names)
+        folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             _make_placeholder(folder / file.path, file)
     except OSError as error:
@@ -158,8 +176,28 @@ def _make_root(store: Store, files: tuple[StoredFile, ...]) -> StoredRoot:
     limit = memory_budget.get_limit()
     room = _ROOM if limit is None else min(_ROOM, limit // _PART)
     listed = [(file.path, file.size, _mark_state(file)) for file in files]
-    registered = _core.StoreFolder(folder, store.address, listed, room, _reader(store, files))
-    return StoredRoot(store, files, folder / name if is_file else folder, registered)
+    registered = _core.StoreFolder(folder, root, listed, room, _reader(store, files))
+    path = folder / single if single else folder
+    at, address = folder, root
+    for _ in names:
+        record_place(at, address)
+        at, address = at.parent, address.rpartition("/")[0]
+    if single:
+        record_place(path, shown)
+    return StoredRoot(store, files, path, registered)
+
+
+def _choose_names(root: str) -> list[str]:
+    """Return the last names of an address, as the folders of placeholders have them.
+
+    Names of folders tell what lies in them: ``mp_rank_00``, ``zero``, ``global_step500``.
+    """
+    names: list[str] = []
+    for name in reversed(root.partition("://")[2].split("/")[-_DEPTH:]):
+        if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _LONGEST_NAME:
+            break
+        names.insert(0, name)
+    return names or ["checkpoint"]
 
 
 def _make_placeholder(path: Path, file: StoredFile) -> None:
@@ -195,6 +233,19 @@ def _reader(
             content = store.read(file, offset, len(buffer))
         except FastshardError as error:
             return error.findings
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Its text may hold an address with a signature.
+            log("stores", "%s: %s", file.path, type(error).__name__)
+            return [
+                Finding.of(
+                    codes.IO,
+                    f"the store's reader failed: {type(error).__name__}",
+                    file=file.path,
+                    help="run again; if it fails again, copy the checkpoint here",
+                )
+            ]
         if len(content) != len(buffer):
             return [
                 Finding.of(

@@ -50,6 +50,15 @@ class Store(Protocol):
                 are read, or for a path that no file here can have.
         """
 
+    def list_children(self) -> list[StoredFile]:
+        """List the files in the root itself, not those in folders below it, sorted by path.
+
+        Names that no file here can have are left out; the list may be empty.
+
+        Raises:
+            FastshardError: as :meth:`list_files`.
+        """
+
     def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
         """Read exactly ``length`` bytes from ``offset`` of a file.
 

@@ -17,12 +17,14 @@ from ..checkpoint.inspection import inspect
 from ..checkpoint.manifests import expected_by, find_manifest, read, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import codes, memory_budget, safe_files
+from ..common.addresses import make_upload_command
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted, natural, printable, some, without_numbers
 from ..common.listing import READABLE_ALONE, is_utf8
 from ..common.options import OpenOptions, StrPath
 from ..common.records import asdict, dataclass
 from ..common.regex import compile_when_used
+from ..common.stored_places import is_stored, show_text
 from ..common.thread_counts import thread_count
 from ..models import tensor_words
 from ..sources.step_names import is_step
@@ -360,6 +362,10 @@ def _refuse_place(name: str, path: Path, root: Path) -> str | None:
 def _bring(place: MissingFile, source: Path, evidence: str) -> MissingFile:
     """Make the command that copies a file to its place."""
     folder = Path(place.path).parent
+    if is_stored(folder):
+        address = show_text(place.path)
+        command = make_upload_command(os.fspath(source), address)
+        return MissingFile(place.name, address, os.fspath(source), evidence, command)
     command = shlex.join(["cp", "-p", os.fspath(source), place.path])
     if not folder.is_dir():
         command = f"{shlex.join(['mkdir', '-p', os.fspath(folder)])} && {command}"

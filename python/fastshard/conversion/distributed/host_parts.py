@@ -19,6 +19,7 @@ from ...common.gate import Gate
 from ...common.listing import File, list_roots
 from ...common.options import StrPath, WriteRequest
 from ...common.progress import Progress, Report
+from ...common.stored_places import is_stored, show_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,7 +145,11 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
     """
     manifests = dict(_list_parts(checkpoint))
     several = len(checkpoint.listing.roots) > 1
-    elsewhere = {index for index, root in enumerate(checkpoint.listing.roots) if _core.is_remote(root)}
+    elsewhere = {
+        index
+        for index, root in enumerate(checkpoint.listing.roots)
+        if _core.is_remote(root) and not is_stored(root)
+    }
     phase = bar.phase("comparing the parts") if manifests else None
     findings = [
         Finding.of(
@@ -178,5 +183,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
             for file in checkpoint.listing.files
             if file.root == index and file.path not in named and file.path != MANIFEST_NAME
         ]
-        findings += [f.replace(file=os.fspath(root / f.file)) if several and f.file else f for f in own]
+        findings += [
+            f.replace(file=show_text(os.fspath(root / f.file))) if several and f.file else f for f in own
+        ]
     return findings

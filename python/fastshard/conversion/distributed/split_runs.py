@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ...checkpoint.manifests import Manifest
 from ...common import codes, memory_budget
-from ...common.addresses import check_local
+from ...common.addresses import is_address
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import refused
 from ...common.options import StrPath, WriteRequest, split_request
@@ -136,8 +136,7 @@ def _read(value: Any) -> Any:
 
 
 def _absolute(path: StrPath) -> str:
-    check_local(path)
-    return str(Path(path).absolute())
+    return os.fspath(path) if is_address(path) else str(Path(path).absolute())
 
 
 #: Options that name files.

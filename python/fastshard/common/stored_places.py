@@ -1,0 +1,51 @@
+"""Places on this host that stand for stores: the paths of placeholders, and the addresses that users know."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .._core import Finding
+
+__all__ = ["is_stored", "record_place", "show_findings", "show_text"]
+
+#: Addresses by the paths that stand for them.
+_ADDRESSES: dict[str, str] = {}
+
+
+def record_place(path: Path, address: str) -> None:
+    """Record that a path, and what lies below it, stands for an address."""
+    _ADDRESSES[os.fspath(path)] = address
+
+
+def is_stored(path: str | os.PathLike[str]) -> bool:
+    """Return True for a path that stands for a file or a folder of a store."""
+    return bool(_ADDRESSES) and any(os.fspath(one) in _ADDRESSES for one in (Path(path), *Path(path).parents))
+
+
+def show_text(text: str) -> str:
+    """Replace the paths of placeholders in a text by the addresses that they stand for."""
+    for path in sorted(_ADDRESSES, key=len, reverse=True):
+        text = text.replace(path, _ADDRESSES[path])
+    return text
+
+
+def show_findings(findings: list[Finding]) -> list[Finding]:
+    """Name stores in findings by their addresses, in the place of the paths of placeholders."""
+    if not _ADDRESSES:
+        return findings
+
+    def show(text: str | None) -> str | None:
+        return text and show_text(text)
+
+    return [
+        finding.replace(
+            message=show_text(finding.message),
+            file=show(finding.file),
+            expected=show(finding.expected),
+            got=show(finding.got),
+            help=show(finding.help),
+            run=[show_text(line) for line in finding.run],
+        )
+        for finding in findings
+    ]
