@@ -169,3 +169,18 @@ def test_a_scheme_in_capitals_is_one() -> None:
     assert find_scheme("S3://bucket/run") == "s3" and find_scheme("bucket") is None
     address = "FOLDER" + find_address(FIXTURES / "sharded/hf_sharded").removeprefix("folder")
     assert len(fastshard.open(address)) > 0
+
+
+def test_an_address_that_pathlib_has_changed_is_told_from_a_path() -> None:
+    with pytest.raises(FastshardError) as caught:
+        fastshard.open(Path("s3://bucket/run"))
+    assert caught.value.code == codes.NO_SUCH_PATH and "s3://" in (caught.value.findings[0].help or "")
+
+
+def test_the_manifest_of_a_store_is_written_where_the_user_says(tmp_path: Path) -> None:
+    address = find_address(FIXTURES / "sharded/tp4_micro")
+    with pytest.raises(FastshardError) as caught:
+        fastshard.manifest(address)
+    assert list(caught.value.findings[0].run) == [f"fastshard manifest {address} -o FILE"]
+    fastshard.manifest(address, tmp_path / "manifest.json")
+    assert fastshard.verify(FIXTURES / "sharded/tp4_micro", expect=tmp_path / "manifest.json").ok

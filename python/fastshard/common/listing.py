@@ -87,6 +87,8 @@ _SIDE_STATE = (
 #: `ORG/MODEL`.
 # source: huggingface_hub utils/_validators.py
 _HUB_ID = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+#: An address of a store as a path.
+_ONE_SLASH = compile_when_used(r"(s3|gs|hf|https?):/[^/]")
 
 
 def holds_weights(name: str) -> bool:
@@ -451,7 +453,10 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
 def _missing(path: Path) -> FastshardError:
     """Make the error for a path that does not exist, which may be the name of a repository on the Hub."""
     help_, run = safe_files.path_help(os.fspath(path)), []
-    if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
+    if (address := _ONE_SLASH.match(os.fspath(path))) is not None:
+        # What pathlib makes of an address.
+        help_ = f"pass an address as text, with two slashes: {address[1]}://..."
+    elif _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
         help_ = "download it, if it is a repository of the Hub"
         run = [f"hf download {path} --local-dir {path.name}"]
     return FastshardError.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ..common import codes, json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, from_core, raise_errors
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
+from ..common.stored_places import show_text
 from ..targets.request import Request
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def manifest(
             codes.USAGE,
             "a manifest is not written to a store yet",
             help="name a file of this host",
-            run=["fastshard manifest CKPT -o FILE"],
+            run=[f"fastshard manifest {shlex.join(map(show_text, checkpoint.listing.given()))} -o FILE"],
         )
     path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
     if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
