@@ -199,8 +199,6 @@ def test_an_address_is_no_path() -> None:
         ("expected", address),
         ("check-storage", address),
         ("find", HF, "--in", address),
-        ("split", address, "out", "--parts", "2"),
-        ("verify", HF, "--expect", address),
         ("merge", HF, address),
         ("merge", "qq://b/run", "out"),
     )
