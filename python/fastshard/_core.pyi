@@ -789,8 +789,11 @@ class StoreFolder:
     def counts(self) -> tuple[int, int]:
         """Number of requests so far, and the bytes that they asked for."""
 
+    def forget(self) -> None:
+        """Releases the bytes that are kept between reads."""
+
     def close(self) -> None:
-        """Makes the placeholders ordinary files again."""
+        """Makes the placeholders ordinary files again, and waits for requests that were made ahead."""
 
 class ResultWriter:
     """A result written tensor by tensor."""

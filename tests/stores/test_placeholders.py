@@ -19,6 +19,7 @@ from fastshard.common import codes
 from fastshard.stores.placeholders import find_local_paths
 from folder_store import FolderStore, find_address, folders_served
 from helpers import FIXTURES
+from holding import HANG
 from safetensors.numpy import load_file, save_file
 
 
@@ -201,3 +202,60 @@ def test_another_content_of_the_same_size_and_time_is_another_plan(tmp_path: Pat
         file.write_bytes(content)
         os.utime(file, ns=(time + 1, time + 1))
     assert plans[0] != plans[1]
+
+
+def test_a_forked_process_reads_what_its_parent_had_under_way(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", rows=1 << 17)
+    script = (
+        "import fastshard, folder_store, os, sys\n"
+        "with folder_store.folders_served():\n"
+        "    checkpoint = fastshard.open(sys.argv[1])\n"
+        "    names = sorted(checkpoint)\n"
+        "    first = checkpoint[names[0]].numpy().sum()\n"
+        "    child = os.fork()\n"
+        "    sums = [checkpoint[name].numpy().sum() for name in names]\n"
+        "    assert sums[0] == first\n"
+        "    if child:\n"
+        "        assert os.waitpid(child, 0)[1] == 0\n"
+        "        print('read by both')\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fastshard.__file__).parents[1])])
+    ran = subprocess.run(
+        [sys.executable, "-c", script, find_address(folder)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert ran.stdout == "read by both\n", ran.stderr
+
+
+def test_a_merge_from_a_store_stays_within_its_memory(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", rows=1 << 18)
+    script = (
+        "import fastshard, folder_store, sys, threading\n"
+        "from pathlib import Path\n"
+        "peak, ended = 0, threading.Event()\n"
+        "def look():\n"
+        "    global peak\n"
+        "    while not ended.wait(0.002):\n"
+        "        rows = [r for r in open('/proc/self/status') if r.startswith('RssAnon')]\n"
+        "        peak = max(peak, int(rows[0].split()[1]))\n"
+        "thread = threading.Thread(target=look)\n"
+        "thread.start()\n"
+        "with folder_store.folders_served():\n"
+        "    fastshard.merge(sys.argv[1], sys.argv[2], memory='128MiB')\n"
+        "ended.set()\n"
+        "thread.join()\n"
+        "print(peak >> 10)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fastshard.__file__).parents[1])])
+    ran = subprocess.run(
+        [sys.executable, "-c", script, find_address(folder), str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert 0 < int(ran.stdout) <= 128

@@ -130,6 +130,9 @@ def run_options(
         if memory is None
         else parse_size(memory, "memory")
     )
+    # Imported only by an address.
+    if memory is not None and (stores := sys.modules.get("fastshard.stores.placeholders")) is not None:
+        budget -= stores.find_reserve(budget)
     return {"memory": budget, "threads": thread_count(threads), "scratch_dir": _find_scratch_folder()}
 
 

@@ -76,7 +76,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     named = {key: given[key] for key in _PATHS if is_address(given.get(key))}
     if not named and not any(is_address(path) for path in paths):
         return _open(paths, options)
-    from ..stores.placeholders import describe_roots, find_local_paths
+    from ..stores.placeholders import describe_roots, find_local_paths, note_unseen
 
     local, roots = find_local_paths([*paths, *named.values()])
     replaced = {**given, **dict(zip(named, local[len(paths) :], strict=True))}
@@ -84,7 +84,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     source = checkpoint.opened.source
     values = {**source.files.values, "stores": describe_roots(roots)}
     source = replace(source, files=replace(source.files, values=values))
-    checkpoint.opened = replace(checkpoint.opened, source=source)
+    findings = [*checkpoint.opened.findings, *note_unseen(roots)]
+    checkpoint.opened = replace(checkpoint.opened, source=source, findings=findings)
     return checkpoint
 
 

@@ -28,11 +28,18 @@ from ..common.stored_places import record_place
 from . import registry
 from .store import Store, StoredFile
 
-__all__ = ["StoredRoot", "count_requests", "describe_roots", "find_local_paths"]
+__all__ = [
+    "StoredRoot",
+    "count_requests",
+    "describe_roots",
+    "find_local_paths",
+    "find_reserve",
+    "note_unseen",
+]
 
 #: Bytes that are kept between reads, at most, and the part of a memory limit.
 _ROOM = 128 << 20
-_PART = 4
+_PART = 8
 #: Schemes of stores whose folders cannot be listed.
 _WITHOUT_FOLDERS = ("https", "http")
 #: Names of an address that the folders of placeholders have, and bytes of one on Linux.
@@ -51,6 +58,8 @@ class StoredRoot:
     #: The folder of the placeholders, or the placeholder of the only file that the address names.
     path: Path
     folder: _core.StoreFolder
+    #: The file that the address names, if the store does not list what lies beside it.
+    unseen: str | None = None
 
 
 #: Roots that this process has opened, by address and state.
@@ -94,9 +103,33 @@ def find_local_paths(
     return local, roots
 
 
+def note_unseen(roots: Iterable[StoredRoot]) -> list[Finding]:
+    """Return a note for each file whose neighbours the store does not list: it may be one rank's part."""
+    return [
+        Finding.of(
+            codes.NOT_PROVABLE,
+            "the store does not list the files beside it, which would show whether it is a part of a model",
+            severity="note",
+            file=root.unseen,
+            unnoticed="a file that is one rank's part of a model",
+        )
+        for root in roots
+        if root.unseen is not None
+    ]
+
+
 def describe_roots(roots: Iterable[StoredRoot]) -> list[dict[str, str | None]]:
     """Describe roots for a manifest: the address of each, and the commit of those that have commits."""
     return [{"address": root.store.address, "revision": root.store.revision} for root in roots]
+
+
+def find_reserve(limit: int) -> int:
+    """Return the bytes that reads of stores take at most: what is kept, and requests under way.
+
+    Args:
+        limit: the memory limit, in bytes.
+    """
+    return 2 * len(_roots) * min(_ROOM, limit // _PART)
 
 
 def count_requests() -> tuple[int, int]:
@@ -121,6 +154,8 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
         if known is not None and known.files == files and known.store.revision == store.revision:
             return known
         root = _make_root(store, files, shown, single)
+        if known is not None:
+            known.folder.forget()
         _roots[shown] = root
         _opened.append(root)
     log("stores", "%s: %d files, %d bytes", shown, len(files), sum(file.size for file in files))
@@ -184,7 +219,8 @@ def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: 
         at, address = at.parent, address.rpartition("/")[0]
     if single:
         record_place(path, shown)
-    return StoredRoot(store, files, path, registered)
+    unseen = single if store.address == shown else None
+    return StoredRoot(store, files, path, registered, unseen)
 
 
 def _choose_names(root: str) -> list[str]:

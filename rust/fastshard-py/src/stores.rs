@@ -213,6 +213,11 @@ impl StoreFolder {
         self.files.counts()
     }
 
+    /// Releases the bytes that are kept between reads.
+    fn forget(&self) {
+        self.files.forget();
+    }
+
     /// Makes the placeholders ordinary files again, and waits for requests that were made ahead.
     fn close(&self, py: Python<'_>) {
         drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());

@@ -158,10 +158,7 @@ fn refuse_address(out: &Path) -> Result<()> {
     let text = out.to_string_lossy();
     let scheme = text.split_once(":/").map_or("", |(scheme, _)| scheme);
     // Python's paths have one slash where the address has two.
-    if scheme.len() < 2
-        || !scheme.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit())
-        || out.exists()
-    {
+    if scheme.len() < 2 || !scheme.bytes().all(|b| b.is_ascii_alphanumeric()) || out.exists() {
         return Ok(());
     }
     Err(Finding::new(codes::UNSUPPORTED, "results are not written to stores yet")

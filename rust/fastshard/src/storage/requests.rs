@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -24,6 +24,8 @@ const LONG: u64 = 1 << 20;
 /// Requests that are made ahead at the same time, and of them those for one reader.
 const AHEAD: usize = 8;
 const AHEAD_OF_ONE: usize = 2;
+/// Requests of the longest kind that fit into the room.
+const PARTS_OF_ROOM: u64 = 16;
 /// Places in a file at which readers continue, at most.
 const STREAMS: usize = 16;
 
@@ -90,7 +92,11 @@ pub struct StoreFiles {
     room: u64,
     state: Mutex<State>,
     arrived: Condvar,
-    ahead: Mutex<Option<Ahead>>,
+    ahead: Mutex<Ahead>,
+    /// The process that made requests last: what is under way in its parent never arrives in a forked one.
+    process: AtomicU32,
+    /// The longest request.
+    most: u64,
     count: AtomicU64,
     bytes: AtomicU64,
 }
@@ -99,10 +105,15 @@ pub struct StoreFiles {
 type Wanted = (u32, u64, u64);
 
 /// Threads that make requests ahead.
-#[derive(Debug)]
-struct Ahead {
-    wanted: Sender<Wanted>,
-    threads: Vec<JoinHandle<()>>,
+#[derive(Debug, Default)]
+enum Ahead {
+    #[default]
+    NotYet,
+    Begun {
+        wanted: Sender<Wanted>,
+        threads: Vec<JoinHandle<()>>,
+    },
+    Stopped,
 }
 
 impl StoreFiles {
@@ -128,6 +139,8 @@ impl StoreFiles {
             state,
             arrived: Condvar::new(),
             ahead: Mutex::default(),
+            process: AtomicU32::new(std::process::id()),
+            most: (room / PARTS_OF_ROOM).clamp(LEAST, MOST),
             count,
             bytes,
         })
@@ -144,14 +157,40 @@ impl StoreFiles {
 
     /// Ends the threads that make requests ahead; reads go on without them.
     pub fn stop(&self) {
-        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Ahead { wanted, threads }) = ahead else { return };
-        drop(wanted);
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ahead::Begun { wanted, threads } = std::mem::replace(&mut *ahead, Ahead::Stopped) else { return };
+        drop((ahead, wanted));
+        if self.process.load(Ordering::Relaxed) != std::process::id() {
+            // They are threads of the parent.
+            return std::mem::forget(threads);
+        }
         threads.into_iter().for_each(|thread| drop(thread.join()));
+    }
+
+    /// Releases the bytes that are kept between reads.
+    pub fn forget(&self) {
+        let mut state = self.lock();
+        state.segments.retain(|_, segment| segment.bytes.is_none());
+        state.kept = 0;
+    }
+
+    /// Forgets what the process that this one was forked from has under way.
+    fn leave_parent(&self) {
+        let process = std::process::id();
+        if self.process.swap(process, Ordering::Relaxed) == process {
+            return;
+        }
+        let mut state = self.lock();
+        state.segments.retain(|_, segment| segment.bytes.is_some());
+        state.coming = 0;
+        drop(state);
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::forget(std::mem::take(&mut *ahead));
     }
 
     /// Fills `into` from `offset` of a file.
     fn read(self: &Arc<Self>, file: u32, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.leave_parent();
         let end = offset + into.len() as u64;
         let mut at = offset;
         while at < end {
@@ -178,7 +217,13 @@ impl StoreFiles {
                         segment.used = now;
                         segment.is_read |= end >= first + segment.len;
                         let found = (first, Arc::clone(bytes));
-                        let wanted = state.choose_ahead(file, first + segment_len(&found.1), size, self.room);
+                        let wanted = state.choose_ahead(
+                            file,
+                            first + segment_len(&found.1),
+                            size,
+                            self.room,
+                            self.most,
+                        );
                         drop(state);
                         self.request_ahead(wanted);
                         return Ok(found);
@@ -188,12 +233,12 @@ impl StoreFiles {
                 None => break,
             }
         }
-        let hi = state.choose_end(file, at, end, size);
+        let hi = state.choose_end(file, at, end, size, self.most);
         state.segments.insert(
             (file, at),
             Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: false, is_read: false },
         );
-        let wanted = state.choose_ahead(file, hi, size, self.room);
+        let wanted = state.choose_ahead(file, hi, size, self.room, self.most);
         drop(state);
         self.request_ahead(wanted);
         let bytes = self.request(file, at, hi, hi > end || hi - at < LEAST)?;
@@ -224,9 +269,15 @@ impl StoreFiles {
             return;
         }
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
-        let ahead = ahead.get_or_insert_with(|| Ahead::begin(self));
+        if matches!(*ahead, Ahead::NotYet) {
+            *ahead = Ahead::begin(self);
+        }
         for one in wanted {
-            if ahead.threads.is_empty() || ahead.wanted.send(one).is_err() {
+            let is_sent = match &*ahead {
+                Ahead::Begun { wanted, threads } => !threads.is_empty() && wanted.send(one).is_ok(),
+                Ahead::NotYet | Ahead::Stopped => false,
+            };
+            if !is_sent {
                 drop(Waiting { store: self, key: (one.0, one.1) });
             }
         }
@@ -246,7 +297,7 @@ impl Ahead {
             let thread = std::thread::Builder::new().name("fastshard-ahead".into());
             thread.spawn(move || work_ahead(&store, &receiver)).ok()
         });
-        Ahead { wanted, threads: threads.collect() }
+        Ahead::Begun { wanted, threads: threads.collect() }
     }
 }
 
@@ -297,16 +348,16 @@ impl Drop for Waiting<'_> {
 impl State {
     /// Chooses the end of a request for byte `at` of a file, for a read up to `end`: the longer, the longer reading has gone
     /// on from there.
-    fn choose_end(&mut self, file: u32, at: u64, end: u64, size: u64) -> u64 {
+    fn choose_end(&mut self, file: u32, at: u64, end: u64, size: u64, most: u64) -> u64 {
         let next = self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
         let streams = self.streams.entry(file).or_default();
         // A reader that leaves out less than it asked for last reads on, unless it takes long parts of something else.
         let is_long = end - at >= LONG;
         let gap = |s: &Stream| if is_long { 0 } else { s.step };
         let known = streams.iter().position(|s| s.end <= at && at - s.end <= gap(s));
-        let step = known.map_or(LEAST, |i| (streams.remove(i).step * 2).min(MOST));
+        let step = known.map_or(LEAST, |i| (streams.remove(i).step * 2).min(most));
         let until = if is_long { end } else { end.max(at + step) };
-        let hi = until.min(at + MOST).min(next).min(size);
+        let hi = until.min(at + most).min(next).min(size);
         if streams.len() == STREAMS {
             streams.remove(0);
         }
@@ -316,10 +367,10 @@ impl State {
 
     /// Chooses the requests to make ahead of a reader that has come to a segment which ends at `next`, if reading has gone on
     /// for long: their segments are under way from now on.
-    fn choose_ahead(&mut self, file: u32, mut next: u64, size: u64, room: u64) -> Vec<Wanted> {
+    fn choose_ahead(&mut self, file: u32, mut next: u64, size: u64, room: u64, most: u64) -> Vec<Wanted> {
         let mut wanted = Vec::new();
         let is_long =
-            |s: &Stream| s.step >= MOST && s.end <= next + AHEAD_OF_ONE as u64 * MOST && s.end >= next;
+            |s: &Stream| s.step >= most && s.end <= next + AHEAD_OF_ONE as u64 * most && s.end >= next;
         let Some(at) = self.streams.get(&file).and_then(|streams| streams.iter().position(is_long)) else {
             return wanted;
         };
@@ -330,7 +381,7 @@ impl State {
             }
             let begins = |(key, _): (&(u32, u64), &Segment)| key.1;
             let until = self.segments.range((file, next)..=(file, u64::MAX)).next().map_or(size, begins);
-            let hi = (next + MOST).min(until).min(size);
+            let hi = (next + most).min(until).min(size);
             // Half of the room is for what readers come back to.
             if hi <= next || self.coming + (hi - next) > room / 2 {
                 break;
