@@ -412,6 +412,9 @@ class Catalog:
 
         Raises CoreError if the headers take more than `memory` bytes, what the process holds included.
         """
+    def reads_store(self) -> bool:
+        """True if files of a store are among them, which are read by requests."""
+
     def findings(self) -> list[Finding]:
         """The files that could not be read."""
     def files(self) -> list[OpenedFile | None]:

@@ -25,7 +25,7 @@ import fastshard
 from fastshard.cli import main
 
 for module in pkgutil.walk_packages(fastshard.__path__, "fastshard."):
-    if not module.name.endswith((".__main__", "integrations.transformers")):
+    if not module.name.endswith((".__main__", "integrations.transformers", "integrations.lightning")):
         # What needs an extra that is not installed.
         with contextlib.suppress(ImportError, fastshard.FastshardError):
             importlib.import_module(module.name)

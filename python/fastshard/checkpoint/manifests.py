@@ -110,6 +110,8 @@ def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
 #: Default budget in bytes, and the bytes added for a process that uses more already (torch alone may).
 _DEFAULT_MEMORY = 256 << 20
 _HEADROOM = 128 << 20
+#: Part of a memory limit that reads of stores take: twice that of `stores.placeholders`.
+_PART_OF_STORES = 4
 #: Bytes that headers, a manifest and its text take per byte of a name, and bytes that statistics take per
 #: tensor: twice the estimates of the core.
 _PER_NAME_BYTE = 8
@@ -130,9 +132,9 @@ def run_options(
         if memory is None
         else parse_size(memory, "memory")
     )
-    # Imported only by an address.
-    if memory is not None and (stores := sys.modules.get("fastshard.stores.placeholders")) is not None:
-        budget -= stores.find_reserve(budget)
+    if memory is not None and any(h.reads_store() for h in holders if isinstance(h, _core.Catalog)):
+        # What requests bring, and what is kept of it.
+        budget -= budget // _PART_OF_STORES
     return {"memory": budget, "threads": thread_count(threads), "scratch_dir": _find_scratch_folder()}
 
 

@@ -27,7 +27,7 @@ from ..common.listing import File, Listing, holds_weights, list_roots, refuse_un
 from ..common.log import log
 from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
-from ..common.stored_places import show_findings
+from ..common.stored_places import is_stored, show_findings
 from ..common.thread_counts import thread_count
 from ..layouts import tables
 from ..layouts.declaration import Source, TensorIndex, Unit
@@ -243,7 +243,7 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
 
 def _count_header_threads(roots: Sequence[Path], threads: int) -> int:
     """Return the number of threads that read headers: each waits for a store, and hardly computes."""
-    return max(threads, _REQUESTS) if any(_core.is_remote(root) for root in roots) else threads
+    return max(threads, _REQUESTS) if any(is_stored(root) for root in roots) else threads
 
 
 def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tuple[Source, list[Finding]]:

@@ -457,8 +457,8 @@ def _missing(path: Path) -> FastshardError:
         # What pathlib makes of an address.
         help_ = f"pass an address as text, with two slashes: {address[1]}://..."
     elif _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
-        help_ = "download it, if it is a repository of the Hub"
-        run = [f"hf download {path} --local-dir {path.name}"]
+        help_ = "name its address, if it is a repository of the Hub"
+        run = [f"fastshard inspect hf://{path}"]
     return FastshardError.of(
         codes.NO_SUCH_PATH, "no such file or directory", file=str(path), help=help_, run=run
     )

@@ -33,7 +33,6 @@ __all__ = [
     "count_requests",
     "describe_roots",
     "find_local_paths",
-    "find_reserve",
     "note_unseen",
 ]
 
@@ -121,15 +120,6 @@ def note_unseen(roots: Iterable[StoredRoot]) -> list[Finding]:
 def describe_roots(roots: Iterable[StoredRoot]) -> list[dict[str, str | None]]:
     """Describe roots for a manifest: the address of each, and the commit of those that have commits."""
     return [{"address": root.store.address, "revision": root.store.revision} for root in roots]
-
-
-def find_reserve(limit: int) -> int:
-    """Return the bytes that reads of stores take at most: what is kept, and requests under way.
-
-    Args:
-        limit: the memory limit, in bytes.
-    """
-    return 2 * len(_roots) * min(_ROOM, limit // _PART)
 
 
 def count_requests() -> tuple[int, int]:

@@ -111,6 +111,10 @@ impl Catalog {
         Ok(Catalog { inner: Arc::new(opened.settle(None)?.told_by(words)) })
     }
 
+    fn reads_store(&self) -> bool {
+        self.inner.files.iter().flatten().any(|file| file.source.is_stored())
+    }
+
     fn findings(&self) -> Vec<findings::Finding> {
         findings::list(self.inner.findings.iter().cloned())
     }

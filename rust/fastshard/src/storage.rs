@@ -210,6 +210,11 @@ impl SourceFile {
         matches!(&self.bytes, Bytes::Remote(ranges) if ranges.is_lent())
     }
 
+    /// True for a file of a store.
+    pub fn is_stored(&self) -> bool {
+        matches!(&self.bytes, Bytes::Remote(ranges) if !ranges.is_lent())
+    }
+
     /// Announces that ranges (first byte, one past the last) will be read, in this order, so that those on
     /// another host are requested.
     ///
