@@ -2,8 +2,8 @@
 
     python benches/stores.py [--size 2GiB] [--rounds 3]
 
-The server is SeaweedFS on this host. Two tensor-parallel ranks of Megatron-LM are converted to Hugging Face; the
-peer copies them with rclone first. Each side is a process of its own, and its result is compared by hash.
+The server is SeaweedFS on this host. Two tensor-parallel ranks of Megatron-LM are converted to Hugging Face;
+the peer copies them with rclone first. Each side is a process of its own, and its result is compared by hash.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import fastshard
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/stores")]
 
-from evaluation import write_model
-from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, seaweedfs_server
-from synthetic import parse_size
+from evaluation import write_model  # noqa: E402 - below the paths
+from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, seaweedfs_server  # noqa: E402
+from synthetic import parse_size  # noqa: E402 - below the paths
 
 #: Reads a bucket's files in ranges of 8 MiB by four threads, with conditions, and prints seconds.
 READ = """

@@ -798,6 +798,7 @@ class StoreFolder:
     def close(self) -> None:
         """Makes the placeholders ordinary files again, and waits for requests that were made ahead."""
 
+@final
 class ResultWriter:
     """A result written tensor by tensor."""
 
