@@ -37,13 +37,16 @@ def _named(run: str) -> str:
     return run.partition(" ")[0].lstrip("-").replace("-", "_")
 
 
-def _count_requests() -> dict[str, int]:
-    """Count the requests for ranges of files in stores, and their bytes; empty if no store was read."""
+def _read_counts() -> tuple[int, int]:
+    """Return the number of requests for ranges of files in stores, and their bytes, of this process."""
     # Imported only by an address.
     placeholders = sys.modules.get("fastshard.stores.placeholders")
-    if placeholders is None:
-        return {}
-    count, nbytes = placeholders.count_requests()
+    return (0, 0) if placeholders is None else placeholders.count_requests()
+
+
+def _count_requests(before: tuple[int, int]) -> dict[str, int]:
+    """Count the requests of a run, and their bytes; empty if no store was read."""
+    count, nbytes = (now - earlier for now, earlier in zip(_read_counts(), before, strict=True))
     return {"count": count, "bytes": nbytes} if count else {}
 
 
@@ -63,6 +66,7 @@ class Run:
         self._verbs = verbs
         self._streams = Streams()
         self._begun = time.monotonic()
+        self._requests_before = _read_counts()
         unparsed = argparse.Namespace(command=None, output_format=output_formats.find_requested_format(argv))
         self._arguments = arguments or unparsed
 
@@ -203,7 +207,7 @@ class Run:
         out = to if result and to is not None else published(findings)
         prove = verb.not_proven if verb and result and result.proof else None
         verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
-        requests = _count_requests()
+        requests = _count_requests(self._requests_before)
         if requests and verbose:
             self._streams.say(f"stores: {counted(requests['count'], 'request')}, {human(requests['bytes'])}")
         report = output_formats.RunReport(
