@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import importlib
 import io
 import json
 import os
-import pkgutil
 import shutil
 import subprocess
 import sys
@@ -103,21 +100,9 @@ def cli(*argv: object, json_output: bool = True) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
-@functools.cache
-def import_modules() -> None:
-    """Imports the modules of fastshard that need no other package."""
-    for found in pkgutil.walk_packages(fastshard.__path__, "fastshard."):
-        if not any(word in found.name for word in (".ray", "__main__", "integrations.")):
-            importlib.import_module(found.name)
-
-
 @contextlib.contextmanager
 def few_steps(most: int) -> Iterator[None]:
-    """Asserts that this thread executes no more lines of fastshard's Python than ``most``: work, not time.
-
-    Imports do not count: which modules a process has imported depends on the tests that ran before.
-    """
-    import_modules()
+    """Asserts that this thread executes no more lines of fastshard's Python than ``most``: work, not time."""
     package, lines = os.path.dirname(fastshard.__file__), 0  # noqa: PTH120 - compared with names of code
 
     def each(frame: FrameType, event: str, argument: object) -> Any:

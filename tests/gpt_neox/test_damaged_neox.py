@@ -508,7 +508,7 @@ def test_rank_that_no_run_has_is_a_leftover(pipeline: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@few_steps(40_000)
+@few_steps(44_000)
 def test_layers_are_counted_where_nothing_states_them(tied: bool, tmp_path: Path) -> None:
     root = unstated(write(tmp_path / "ckpt", Spec(tied=tied)), "num_layers")
     assert cli("merge", root, tmp_path / "out").code == 0
