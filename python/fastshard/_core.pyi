@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import NotRequired
 
+from .stores.result_prefix import ResultPrefix
 from .zarr.array_writer import StoreWriter
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "CoreError",
     "Draft",
     "Effect",
+    "FileParts",
     "Finding",
     "Hasher",
     "Meeting",
@@ -683,6 +685,8 @@ class Plan:
         """Number of outputs, and bytes of their names."""
     def names(self) -> list[str]:
         """A name for each output that no other has: its own, or FILE:KEY where ranks each have one of it."""
+    def written_names(self) -> tuple[list[str], list[str]]:
+        """The files that a write makes, a folder with a slash at its end; the names that appear last."""
     def excerpt(self, output: int) -> str:
         """The plan of one output alone, as JSON. Raises IndexError if there is none at this position."""
     def summary(self) -> dict[str, Any]:
@@ -717,6 +721,7 @@ class Plan:
         tell: Callable[[Finding], object] | None = None,
         meeting: Meeting | None = None,
         about: dict[str, Any] | None = None,
+        store: ResultPrefix | None = None,
     ) -> _Written:
         """Writes and publishes. `arrays` writes the arrays of a result that has some;
         `tell` is called with each finding that is to be said before the work.
@@ -725,6 +730,8 @@ class Plan:
         must lie apart from; none, and the roots, if not given.
 
         With `meeting` the ranks there do it together; `about` is kept with the run.
+
+        With `store` the result is published there, and `out` is where it is staged.
 
         A signal handler or a callback that raises stops it; that is raised even where it came too late.
         """
@@ -776,6 +783,16 @@ class Hasher:
         """Adds bytes."""
     def hexdigest(self) -> str:
         """The digest of all of them, hexadecimal."""
+
+@final
+class FileParts:
+    """The bytes of a file for its upload, in order."""
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+    def take(self, length: int) -> bytes | None:
+        """Takes the next `length` bytes, fewer at the end; None after it. Waits until they are made."""
 
 @final
 class StoreFolder:
@@ -871,6 +888,12 @@ def write_piece(
     tell: Callable[[Finding], object] | None = None,
 ) -> _Written:
     """Copies files (name, path) as a host's part of a checkpoint."""
+
+def identify_process() -> str:
+    """The identity of this process as JSON."""
+
+def is_process_dead(identity: str) -> tuple[bool, str]:
+    """True if a process has certainly ended, and its description for people."""
 
 def is_remote(path: str | PathLike[str]) -> bool:
     """True if a path stands for something that no file system of this host holds."""

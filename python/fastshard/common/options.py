@@ -14,7 +14,17 @@ StrPath = str | os.PathLike[str]
 #: Types of floating tensors in a result.
 Dtype = Literal["keep", "bf16", "f16", "f32"]
 #: What ``accept`` takes: all of it but ``copies=GLOB``.
-ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite", "holes", "part")
+ACCEPTABLE = (
+    "uncommitted",
+    "elided-zeros",
+    "older-step",
+    "renamed",
+    "copies",
+    "non-finite",
+    "holes",
+    "part",
+    "unconditional",
+)
 #: Ranks of one parallel dimension at most; no run has as many.
 MAX_DEGREE = 1 << 16
 #: Severities from which on a finding is an error.
@@ -142,8 +152,8 @@ class Source(TypedDict, total=False):
             "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and "
             "infinite values (FS306); more than 1 GiB of holes in a "
             "file, in the place of tensors (FS317); files, or those that copies=GLOB names, that were copied "
-            "on purpose (FS303); a part of a checkpoint that is named alone (FS118). WHAT: "
-            + ", ".join(ACCEPTABLE),
+            "on purpose (FS303); a part of a checkpoint that is named alone (FS118); a destination in a "
+            "store that does not honour conditions (FS514). WHAT: " + ", ".join(ACCEPTABLE),
             (),
             metavar="WHAT",
         ),

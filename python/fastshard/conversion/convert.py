@@ -27,6 +27,7 @@ from ..checkpoint.planned_view import PlannedView
 from ..checkpoint.planning import find_ids_beyond, make_plan, to_be_written
 from ..checkpoint.promised import with_promised
 from ..common import codes, json_text, memory_budget, safe_files, target_options
+from ..common.addresses import is_address
 from ..common.errors import FastshardError, Finding, carry, from_core, raise_errors
 from ..common.option_checks import checked
 from ..common.options import (
@@ -48,6 +49,7 @@ from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
 from .companion_files import CopiedFile, along, find_left_out, from_above, hash_copies
+from .destinations import find_destination_scheme, open_destination
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
 
@@ -221,6 +223,7 @@ def convert(
         import torch  # noqa: F401
         import transformers  # noqa: F401
     request, others = split_request(options)
+    find_destination_scheme(out, request, rank is not None or node_local)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
     arguments = {"to": to, "node_local": node_local, "expect": expect, "tokenizer": tokenizer}
     alike = rendezvous.words_of({**arguments, **request.list_common(), **others})
@@ -248,7 +251,7 @@ def convert(
             # follow from it.
             others["transformers"] = "off"
         job = prepared(whole, to, expect, tokenizer, memory, threads, others, bar, share)
-        if job.checkpoint.opened.reference is not None:
+        if job.checkpoint.opened.reference is not None and not is_address(out):
             job.checkpoint.opened.reference.refuse_inside(out)
         if check_loss is not None:
             job = _check_loss(job, check_loss, expect_loss, progress)
@@ -257,9 +260,11 @@ def convert(
             settings["patience"] = rendezvous.patience(wait)
         if shared is not None:
             settings["near"] = shared.near
-        with carrying(job.plan.core):
+        with open_destination(out, job, request, settings, others) as destination, carrying(job.plan.core):
+            if destination.published is not None:
+                return destination.published
             written = job.plan.core.write(
-                os.fspath(out),
+                destination.path,
                 settings,
                 bar.phase("writing"),
                 _find_array_writer(job.plan),
@@ -267,8 +272,10 @@ def convert(
                 bar.tell,
                 meeting=meeting.core if meeting else None,
                 about=shared.about(alike, job.checkpoint.opened.behind) if shared else None,
+                store=destination.prefix,
             )
             manifest = job.manifest(written)
+        manifest.findings += destination.findings
         if shared is not None:
             notes = [shared.report_bytes()] if this is not None and this.rank == 0 else []
             manifest.findings[:] = [*shared.named(manifest.findings), *notes]

@@ -25,7 +25,7 @@ from ..common.log import log
 from ..common.options import StrPath
 from ..common.records import dataclass
 from ..common.stored_places import record_place
-from . import registry
+from . import registry, result_prefix
 from .store import Store, StoredFile
 
 __all__ = [
@@ -131,7 +131,7 @@ def count_requests() -> tuple[int, int]:
 def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredRoot:
     """Return the placeholders of a root, which are made if there are none for the files that it has now."""
     store = registry.open_store(scheme, address, options)
-    files, single, shown = tuple(store.list_files()), None, store.address
+    files, single, shown = _leave_out_records(store, store.list_files()), None, store.address
     folder, _, name = shown.rstrip("/").rpartition("/")
     if len(files) == 1 and files[0].path == unquote(name):
         beside = _list_beside(scheme, folder, options)
@@ -150,6 +150,28 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
         _opened.append(root)
     log("stores", "%s: %d files, %d bytes", shown, len(files), sum(file.size for file in files))
     return root
+
+
+def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFile, ...]:
+    """Leave out the records of a run that published its result here.
+
+    Raises:
+        FastshardError: ``FS508`` if a run has not published its result yet.
+    """
+    paths = {file.path: file for file in files}
+    claim = paths.get(result_prefix.CLAIM)
+    if claim is not None:
+        about = f"{store.address}/{claim.path}"
+        read = result_prefix.Claim.parse(bytes(store.read(claim, 0, claim.size)), about)
+        if read.last not in paths:
+            raise FastshardError.of(
+                codes.LEFTOVER_RUN,
+                "the result is not complete: a run is writing it, or was interrupted",
+                file=store.address,
+                expected=read.last,
+                help="wait until the run has ended, or continue it with --resume",
+            )
+    return tuple(file for file in files if not result_prefix.is_own(file.path))
 
 
 def _list_beside(

@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping
 from ..common import codes
 from ..common.errors import FastshardError
 from ..common.near_words import nearest
-from .store import Store
+from .store import Store, WritableStore
 
-__all__ = ["OPENERS", "open_store"]
+__all__ = ["OPENERS", "WRITERS", "open_store", "open_writable_store"]
 
 #: Makes a store of an address and of options.
 Opener = Callable[[str, Mapping[str, str]], Store]
 #: Stores that are added to those below, by scheme.
 OPENERS: dict[str, Opener] = {}
+#: Makes a store that a result is written to.
+Writer = Callable[[str, Mapping[str, str]], WritableStore]
+#: Writable stores that are added to those below, by scheme.
+WRITERS: dict[str, Writer] = {}
 #: Module and opener of each store, which are imported when an address has its scheme.
 _STORES = {
     **dict.fromkeys(("s3", "gs", "https", "http"), ("objects", "ObjectStore")),
@@ -24,6 +28,7 @@ _STORES = {
 }
 #: Schemes that a message proposes.
 _READ = ("s3", "gs", "https", "hf")
+_WRITTEN = ("s3", "gs")
 
 
 def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
@@ -46,3 +51,25 @@ def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
     module, name = _STORES[scheme]
     store: Store = getattr(importlib.import_module(f".{module}", __package__), name)(address, options)
     return store
+
+
+def open_writable_store(scheme: str, address: str, options: Mapping[str, str]) -> WritableStore:
+    """Return the store that a result at an address is written to.
+
+    Raises:
+        FastshardError: ``FS514`` for a scheme that no store here writes to; otherwise as the opener of the
+            store.
+    """
+    if (writer := WRITERS.get(scheme)) is not None:
+        return writer(address, options)
+    if scheme not in _WRITTEN:
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            f"results are not written to addresses of {scheme}://",
+            file=address,
+            expected=", ".join(f"{known}://" for known in _WRITTEN),
+            help="write the result here, then copy the folder; fastshard.manifest.json goes along",
+        )
+    from .object_writer import WritableObjectStore
+
+    return WritableObjectStore(address, options)

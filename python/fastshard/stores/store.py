@@ -1,14 +1,19 @@
-"""A checkpoint's root in a store, whatever the store is."""
+"""A checkpoint's root in a store, and a result's prefix in one, whatever the store is."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from ..common.records import dataclass
 
-__all__ = ["Store", "StoredFile"]
+__all__ = ["NEW", "ConditionFailed", "Mark", "Store", "StoredFile", "WritableStore"]
 
 Buffer = bytes | bytearray | memoryview
+#: The store's own mark of an object's content, for a condition.
+Mark = Any
+#: The condition that nothing has the name yet.
+NEW = "new"
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,55 @@ class Store(Protocol):
                 :meth:`list_files`. Errors that pass are retried first, within a deadline.
             ValueError: the range is not inside the file as it was listed; no bytes of any file are inside.
         """
+
+
+class ConditionFailed(Exception):
+    """A store that refuses to put an object, because the condition does not hold."""
+
+
+class WritableStore(Protocol):
+    """A prefix of a store that a result is written to. Several threads use it at once.
+
+    Paths are relative to the prefix. Errors never hold a credential, a token or a signed address. Each method
+    raises FastshardError: ``FS501`` if the bucket does not exist, ``FS502`` without the right, ``FS507`` if
+    the store does not answer as it should. Errors that pass are retried first, within a deadline.
+    """
+
+    @property
+    def address(self) -> str:
+        """The address for users, without credentials."""
+
+    def list_objects(self) -> list[StoredFile]:
+        """List all objects below the prefix, sorted by path; none if nothing is there."""
+
+    def fetch(self, path: str) -> tuple[bytes, Mark] | None:
+        """Read a small object whole; return its content and its mark, or None if it does not exist."""
+
+    def find(self, path: str) -> StoredFile | None:
+        """Return the record of an object; None if it does not exist."""
+
+    def put(self, path: str, content: bytes, condition: Mark | None = None) -> Mark:
+        """Put a small object, whole or not at all, and return its mark.
+
+        Args:
+            path: its path.
+            content: its content.
+            condition: :data:`NEW`, the mark of the content that it replaces, or None to replace any.
+
+        Raises:
+            ConditionFailed: the condition does not hold; or the answer to an earlier try was lost.
+        """
+
+    def upload(self, path: str, parts: Iterator[bytes], size: int, part_size: int, at_once: int) -> None:
+        """Put a large object, whole or not at all, replacing one that is there.
+
+        Args:
+            path: its path.
+            parts: its content in parts of ``part_size`` bytes; the last one may be smaller.
+            size: its size in bytes.
+            part_size: bytes of a part.
+            at_once: parts that are sent at a time.
+        """
+
+    def remove(self, path: str) -> None:
+        """Remove an object; one that does not exist is no error."""

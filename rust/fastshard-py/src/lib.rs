@@ -4,6 +4,7 @@
 //! without the GIL and stay interruptible; every error becomes the one exception that carries findings.
 
 mod calls;
+mod destinations;
 mod drafts;
 mod findings;
 mod logging;
@@ -12,6 +13,7 @@ mod options;
 mod patterns;
 mod plain;
 mod plans;
+mod processes;
 mod ranks;
 mod rosters;
 mod stores;
@@ -518,6 +520,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     }
     m.add("STEPS", cfg!(feature = "steps"))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
+    m.add_function(wrap_pyfunction!(processes::identify_process, m)?)?;
+    m.add_function(wrap_pyfunction!(processes::is_process_dead, m)?)?;
+    m.add_class::<destinations::FileParts>()?;
     m.add_class::<stores::StoreFolder>()?;
     m.add_class::<Catalog>()?;
     m.add_class::<findings::Effect>()?;

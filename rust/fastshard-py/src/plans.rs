@@ -11,7 +11,7 @@ use fastshard::distributed::ranks::write_together;
 use fastshard::draft::Planned;
 use fastshard::error::{Error, Finding, Severity};
 use fastshard::manifest::Manifest;
-use fastshard::plan::{Pieces, Plan as CorePlan};
+use fastshard::plan::{Form, Pieces, Plan as CorePlan};
 use fastshard::storage::SourceFile;
 use fastshard::{verify, write};
 use numpy::{PyArray1, PyArrayMethods};
@@ -21,6 +21,7 @@ use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
+use crate::destinations::PythonDestination;
 use crate::meetings::Meeting;
 use crate::options::complete;
 use crate::plain::{list, to_python, Given};
@@ -114,6 +115,17 @@ impl Plan {
     /// A name for each output that no other has.
     fn names(&self) -> Vec<String> {
         self.plan.names()
+    }
+
+    /// The names of the files that a write makes, a folder with a slash at its end; and the top-level names that appear last.
+    fn written_names(&self) -> (Vec<String>, Vec<String>) {
+        let of_file = |file: &fastshard::plan::OutFile| match file.form {
+            Form::Arrays(_) => format!("{}/", file.name),
+            _ => file.name.clone(),
+        };
+        let files = self.plan.files.iter().map(of_file);
+        let names = files.chain(self.plan.texts.keys().cloned()).chain(self.plan.index.clone()).collect();
+        (names, self.plan.pointers.clone())
     }
 
     /// The plan of one output alone.
@@ -232,7 +244,8 @@ impl Plan {
     /// `arrays` writes the arrays of a result that holds some. `paths` are the files that go along, by
     /// their names there, and what the destination must lie apart from: none, and the roots, if not given.
     /// With `meeting` it does so together with the other ranks there, and `about` is kept for those that go on.
-    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None, tell=None, meeting=None, about=None))]
+    /// With `store` the result is published there, and `out` is where it is staged.
+    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None, tell=None, meeting=None, about=None, store=None))]
     #[allow(clippy::too_many_arguments)] // as Python passes them
     fn write(
         &self,
@@ -245,10 +258,13 @@ impl Plan {
         tell: Option<Py<PyAny>>,
         meeting: Option<&Meeting>,
         about: Option<Given<serde_json::Value>>,
+        store: Option<Py<PyAny>>,
     ) -> PyResult<Written> {
         self.refuse_errors()?;
         let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
-        let write_options = complete(options.0, copies, arrays);
+        let mut write_options = complete(options.0, copies, arrays);
+        write_options.store = store
+            .map(|destination| Arc::new(PythonDestination { destination }) as Arc<dyn write::Destination>);
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let meeting = meeting.map(Meeting::inner).transpose()?;
         let about = about.map(|about| about.0).unwrap_or_default();

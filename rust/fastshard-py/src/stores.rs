@@ -94,7 +94,7 @@ impl BlockBytes for PythonBytes {
 }
 
 /// Reads the reply of a function: None, or a list of findings, which is an error.
-fn settled(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<()> {
+pub(crate) fn settled(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<()> {
     let reply = returned.and_then(|reply| reply.extract::<Reply>(py));
     error_of(reply.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
 }
@@ -334,7 +334,7 @@ fn no_room(key: &str, len: usize, error: &PyErr) -> Error {
         .into()
 }
 
-fn failed(key: &str, error: &PyErr) -> Error {
+pub(crate) fn failed(key: &str, error: &PyErr) -> Error {
     if Python::attach(|py| error.is_instance_of::<PyMemoryError>(py)) {
         return Finding::new(codes::MEMORY_BUDGET, "the system has no memory left for a block")
             .tensor(key)

@@ -55,7 +55,7 @@
 //! `close` are seen through `fsync`, which network filesystems get in any case.
 
 pub mod clock;
-mod content;
+pub(crate) mod content;
 pub(crate) mod direct;
 pub(crate) mod disk;
 mod extents;

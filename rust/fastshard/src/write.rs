@@ -3,6 +3,8 @@
 mod arrays;
 pub(crate) mod backlog;
 pub(crate) mod complete;
+mod destination;
+mod file_parts;
 mod fill;
 pub(crate) mod frames;
 pub(crate) mod options;
@@ -11,6 +13,7 @@ mod piece;
 pub(crate) mod records;
 pub(crate) mod resume;
 pub(crate) mod sink;
+mod uploads;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,6 +30,8 @@ use crate::topics;
 pub use crate::files::INDEX_NAME;
 pub use arrays::{Array, ArrayWriter, BlockBuffer};
 use complete::{complete, roll_forward};
+pub use destination::Destination;
+pub use file_parts::FileParts;
 pub use options::{document, Companion, Options, Roots, Run};
 use options::{engine_options, needs};
 pub use piece::write_piece;

@@ -15,7 +15,7 @@ use crate::storage::remote;
 
 /// Largest file whose hash is computed from disk for the manifest, in bytes: larger ones are identified by
 /// their time.
-const HASHED: u64 = 256 << 10;
+pub(crate) const HASHED: u64 = 256 << 10;
 
 /// Opens a companion of a result.
 pub(super) fn companion(path: &Path) -> Result<File> {

@@ -142,6 +142,14 @@ impl OutFile {
         disk::read_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot read back")
     }
 
+    /// The same file, for an upload that outlives this.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn for_upload(&self) -> Result<File> {
+        self.file.try_clone().at(&self.path, "cannot open once more")
+    }
+
     /// True if it is written around the page cache.
     pub fn is_direct(&self) -> bool {
         self.direct.is_some()

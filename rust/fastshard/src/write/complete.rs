@@ -3,8 +3,9 @@
 use super::fill::Filling;
 use super::options::Run;
 use super::resume::{keeps, resumable};
+use super::uploads::Uploads;
 use crate::distributed::prior::Prior;
-use crate::error::{Error, Finding, Result};
+use crate::error::{Error, Finding, Result, Severity};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
 use crate::publish::Staging;
@@ -19,14 +20,24 @@ pub(crate) fn complete(
 ) -> Result<(Manifest, Vec<Finding>)> {
     let Run { plan, files, options, control, .. } = *run;
     let folder = staging.folder().to_path_buf();
-    let done = Filling { run, staging: &staging, prior }.fill().and_then(|filled| {
-        // The last look at the sources: what was read is what is there.
-        files.iter().try_for_each(|f| f.unchanged())?;
-        let (manifest, found) = filled;
-        findings.extend(found);
-        // What was noticed at the destination too.
-        Ok((manifest, options.gate.pass(std::mem::take(&mut findings))?))
-    });
+    let uploads = options.store.as_ref().map(Uploads::new);
+    let done =
+        Filling { run, staging: &staging, prior, uploads: uploads.as_ref() }.fill().and_then(|filled| {
+            // The last look at the sources: what was read is what is there.
+            files.iter().try_for_each(|f| f.unchanged())?;
+            let (manifest, found) = filled;
+            findings.extend(found);
+            // What was noticed at the destination too.
+            Ok((manifest, options.gate.pass(std::mem::take(&mut findings))?))
+        });
+    if let Some(uploads) = uploads {
+        let committed = done.and_then(|(manifest, findings)| {
+            uploads.commit(&staging, plan, &manifest, &last_names(plan), control)?;
+            Ok((manifest, findings))
+        });
+        // What the store has needs no copy here, and nothing is continued from one.
+        return discard(staging, committed);
+    }
     match done {
         Ok((manifest, mut findings)) => {
             let published = staging.publish(&last_names(plan), &|| control.is_running());
@@ -41,16 +52,23 @@ pub(crate) fn complete(
         {
             Err(resumable(error, &folder))
         }
-        Err(error) => {
-            // What cannot be removed must not hide why it should be.
-            match staging.discard() {
-                Ok(()) => Err(error),
-                Err(second) => {
-                    let mut findings = error.into_findings();
-                    findings.extend(second.into_findings());
-                    Err(Error::from(findings))
-                }
-            }
+        Err(error) => discard(staging, Err(error)),
+    }
+}
+
+/// Removes a staging folder. What cannot be removed must not hide how the run ended.
+fn discard(staging: Staging, ended: Result<(Manifest, Vec<Finding>)>) -> Result<(Manifest, Vec<Finding>)> {
+    match (staging.discard(), ended) {
+        (Ok(()), ended) => ended,
+        (Err(left), Ok((manifest, mut findings))) => {
+            let left = left.into_findings().into_iter();
+            findings.extend(left.map(|finding| finding.severity(Severity::Warning)));
+            Ok((manifest, findings))
+        }
+        (Err(left), Err(error)) => {
+            let mut findings = error.into_findings();
+            findings.extend(left.into_findings());
+            Err(Error::from(findings))
         }
     }
 }

@@ -10,6 +10,7 @@ use super::frames::{frames, underlay};
 use super::options::{engine_options, Run};
 use super::resume::keeps;
 use super::sink::StagedSink;
+use super::uploads::Uploads;
 use super::{outcome, piece, records};
 use crate::codes;
 use crate::distributed::prior::Prior;
@@ -29,6 +30,8 @@ pub(super) struct Filling<'a> {
     pub(super) staging: &'a Staging,
     /// What parts of the run have made before.
     pub(super) prior: Option<&'a Prior>,
+    /// The uploads of a result that is published in a store.
+    pub(super) uploads: Option<&'a Uploads>,
 }
 
 /// The files of a result, opened.
@@ -49,7 +52,10 @@ impl Filling<'_> {
         }
         let by_file = plan.by_file();
         let Opened { outs, arrays, frames } = self.open(&by_file)?;
-        let sink = StagedSink::new(run, staging, &frames, outs, arrays, self.prior)?;
+        if let Some(uploads) = self.uploads {
+            uploads.begin(plan, &by_file, &frames, &outs)?;
+        }
+        let sink = StagedSink::new(self, &frames, outs, arrays)?;
         let engine_options = engine_options(run, staging.folder());
         let report = self.execute(&sink, &frames, &engine_options)?;
         let mut report = read_again(run, report, &engine_options)?;
@@ -78,7 +84,7 @@ impl Filling<'_> {
 
     /// Opens the files of the result, and writes into them what stands around the tensors.
     fn open(&self, by_file: &[Vec<usize>]) -> Result<Opened> {
-        let Filling { run: &Run { plan, files, options, control, .. }, staging, prior } = *self;
+        let Filling { run: &Run { plan, files, options, control, .. }, staging, prior, .. } = *self;
         let space = options.publish.space();
         let is_complete = |file: usize| prior.is_some_and(|prior| prior.complete[file]);
         let out = |(i, f): (usize, &crate::plan::OutFile)| match f.form {

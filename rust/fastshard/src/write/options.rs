@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::arrays::ArrayWriter;
+use super::destination::Destination;
 use crate::engine::{self, Control};
 use crate::gate::Gate;
 use crate::plan::{Form, Output, Plan};
@@ -53,6 +54,9 @@ pub struct Options {
     /// Writer of the arrays of a result, if it has any.
     #[serde(skip)]
     pub arrays: Option<Arc<dyn ArrayWriter>>,
+    /// The store that the result is published in; without one it appears at the destination on this machine.
+    #[serde(skip)]
+    pub store: Option<Arc<dyn Destination>>,
     /// True if the sources were compared with a manifest of theirs, so that nothing in them can be swapped.
     #[serde(default)]
     pub expected: bool,

@@ -4,9 +4,9 @@ use std::sync::Mutex;
 
 use super::arrays::Arrays;
 use super::backlog::{lock, Backlog};
-use super::options::Run;
+use super::fill::Filling;
 use super::records::{self, Claims, TileJournal};
-use crate::distributed::prior::Prior;
+use super::uploads::Uploads;
 use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
 use crate::format::Frame;
@@ -14,7 +14,7 @@ use crate::hash::{self, Segments};
 use crate::memory;
 use crate::plan::{Output, Plan};
 use crate::publish::direct::DEPTH;
-use crate::publish::{OutFile, Space, Staging};
+use crate::publish::{OutFile, Space};
 
 /// Bytes read back at a time, for a checksum over what an earlier run has written.
 const CHUNK: u64 = 1 << 20;
@@ -35,6 +35,8 @@ pub(super) struct StagedSink<'a> {
     member_of: Vec<Option<usize>>,
     /// Checksums of what is written so far, by file and member.
     sums: Vec<Vec<Mutex<Segments>>>,
+    uploads: Option<&'a Uploads>,
+    control: &'a Control,
     fsync: bool,
     space: Space,
 }
@@ -42,13 +44,12 @@ pub(super) struct StagedSink<'a> {
 impl<'a> StagedSink<'a> {
     /// A sink for the tiles of a run, with `files` and `arrays`; tiles in journals are already in the files.
     pub(super) fn new(
-        run: &Run<'a>,
-        staging: &'a Staging,
+        filling: &Filling<'a>,
         frames: &[Frame],
         files: Vec<Option<OutFile>>,
         arrays: Option<Arrays>,
-        prior: Option<&'a Prior>,
     ) -> Result<Self> {
+        let Filling { run, staging, prior, uploads } = *filling;
         let (plan, options) = (run.plan, &run.options.publish);
         let outputs = &plan.outputs;
         let journals = match prior {
@@ -64,6 +65,8 @@ impl<'a> StagedSink<'a> {
             files,
             arrays,
             backlog: Backlog::new(staging.journal()),
+            uploads,
+            control: run.control,
             fsync: options.fsync,
             space: options.space(),
         })
@@ -138,6 +141,12 @@ impl Sink for StagedSink<'_> {
             }
         }
         let about = &self.outputs[output];
+        if let Some(uploads) = self.uploads {
+            uploads.wait_for_room(self.control)?;
+            if uploads.is_stored(about.file) {
+                return Ok(());
+            }
+        }
         let file = self.files[about.file as usize].as_ref().expect("no array");
         // What an earlier run left is no hole.
         if self.space == Space::Sparse && !file.kept() {
@@ -164,6 +173,10 @@ impl Sink for StagedSink<'_> {
         // An encoded block cannot be continued in its midst: arrays are made anew.
         if self.arrays.as_ref().is_some_and(|arrays| arrays.holds(output)) {
             return Ok(());
+        }
+        if let Some(uploads) = self.uploads {
+            // An interrupted run is continued by what the store has, not by what is here.
+            return uploads.add_tile(output, &self.outputs[output], tile);
         }
         let file = self.outputs[output].file;
         self.backlog.add(records::tile(output, tile), file, tile.size, &|file| self.sync(file))
@@ -202,7 +215,8 @@ impl Sink for StagedSink<'_> {
     }
 
     fn locks_files(&self) -> bool {
-        true
+        // Uploads take the bytes of a file in order.
+        self.uploads.is_none()
     }
 
     fn count_waiting(&self) -> u64 {

@@ -1,0 +1,194 @@
+"""Where a result is published: a directory of this host, or a prefix of a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.manifests import MANIFEST_NAME, Manifest
+from ..common import codes, memory_budget
+from ..common.addresses import find_scheme
+from ..common.errors import FastshardError, Finding, carry
+from ..common.options import StrPath, WriteRequest
+from ..common.records import dataclass
+from ..common.stored_places import record_place, show_text
+
+if TYPE_CHECKING:
+    from .._core import WriteSettings
+    from ..stores.result_prefix import ResultPrefix
+    from .convert import Job
+
+__all__ = ["Destination", "find_destination_scheme", "open_destination"]
+
+#: Findings after which a run can be continued: they say nothing against what is written so far.
+_KEEPS = (codes.IO, codes.NO_SPACE, codes.PERMISSION, codes.TOO_MANY_FILES, codes.INTERRUPTED)
+#: The part of a memory limit that uploads take, and parts that one sends at a time.
+_PART_OF_UPLOADS = 4
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 2, 8
+_NAME = "result"
+
+
+@dataclass
+class Destination:
+    """The destination of one run, open."""
+
+    #: The directory on this host that the core writes to.
+    path: str
+    #: The prefix of a store that the result is published in.
+    prefix: ResultPrefix | None = None
+    #: The manifest of a result that an earlier run has published, if nothing is left to write.
+    published: Manifest | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Findings about the store."""
+        return [] if self.prefix is None else self.prefix.findings
+
+
+def find_destination_scheme(out: StrPath, request: WriteRequest, is_shared: bool) -> str | None:
+    """Return the scheme of a destination in a store; None for a directory of this host.
+
+    Args:
+        out: the destination.
+        request: how the result is written.
+        is_shared: whether several processes write it together.
+
+    Raises:
+        FastshardError: ``FS514`` for an option that a store does not take.
+    """
+    scheme = find_scheme(out)
+    if scheme is None:
+        return None
+    refused = [
+        ("--overwrite", request.overwrite, "remove the older result first, or choose another prefix"),
+        ("--rank and --node-local", is_shared, "write with one process, or to a shared file system"),
+        ("--sparse", request.sparse, "leave it out: an object has no holes"),
+    ]
+    for option, is_given, help_ in refused:
+        if is_given:
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                f"a destination in a store is written without {option}",
+                file=os.fspath(out),
+                help=help_,
+            )
+    return scheme
+
+
+@contextlib.contextmanager
+def open_destination(
+    out: StrPath,
+    job: Job,
+    request: WriteRequest,
+    settings: WriteSettings,
+    options: Mapping[str, Any],
+) -> Iterator[Destination]:
+    """Open the destination of a run; at the end the result is published there, or it is left as it was.
+
+    Args:
+        out: a directory of this host, or an address.
+        job: the run.
+        request: how its result is written.
+        settings: the settings of the write, which are changed for a store.
+        options: the other options of the call.
+
+    Raises:
+        FastshardError: if a store cannot be written to.
+    """
+    scheme = find_scheme(out)
+    if scheme is None:
+        yield Destination(os.fspath(out))
+        return
+    from ..stores import registry
+    from ..stores.result_prefix import ResultPrefix, part_bytes
+
+    address = os.fspath(out)
+    store = registry.open_writable_store(scheme, scheme + address[len(scheme) :], {})
+    _refuse_inside(store.address, job)
+    names, pointers = job.plan.core.written_names()
+    names += [MANIFEST_NAME, *(name for name, _, _ in job.copies)]
+    last = next((name for name in reversed(pointers) if name in names), MANIFEST_NAME)
+    settings["publish"] = request.to_dict() | {
+        "resume": False,
+        "fsync": False,
+        "sparse": True,
+        "io": "buffered",
+    }
+    limit = memory_budget.get_limit() or settings["memory"]
+    parts = limit // _PART_OF_UPLOADS // part_bytes(0) // 2 - 2
+    prefix = ResultPrefix(
+        store,
+        job.plan.core.digest(),
+        names,
+        last,
+        resume=request.resume,
+        unconditional="unconditional" in options.get("accept", ()),
+        at_once=min(max(parts, _LEAST_AT_ONCE), _MOST_AT_ONCE),
+    )
+    if prefix.is_published:
+        found = store.fetch(MANIFEST_NAME)
+        left = prefix.finish()
+        text = "" if found is None else found[0].decode()
+        yield Destination(address, prefix, Manifest.written(text, left))
+        return
+    if memory_budget.get_limit() is not None:
+        settings["memory"] -= prefix.upload_memory
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="fastshard-") as folder:
+        path = Path(folder, _NAME)
+        staged = path.with_name(f".{_NAME}.fastshard-{job.plan.core.digest()[:16]}")
+        for stand_in in (path, staged, staged / "data"):
+            record_place(stand_in, store.address)
+        try:
+            yield Destination(os.fspath(path), prefix)
+        except BaseException as error:
+            _end_failed(error, prefix, store.address)
+            raise
+    prefix.findings += prefix.finish()
+
+
+def _refuse_inside(address: str, job: Job) -> None:
+    """Refuse a destination below a source: a later run would read it as a part of that."""
+    for root in job.checkpoint.roots:
+        source = show_text(os.fspath(root))
+        if f"{address}/".startswith(f"{source}/") or f"{source}/".startswith(f"{address}/"):
+            raise FastshardError.of(
+                codes.OUT_INSIDE_SOURCE,
+                "the destination and the source lie in one another",
+                file=address,
+                expected=f"a prefix apart from {source}",
+                help="choose another destination",
+            )
+
+
+def _end_failed(error: BaseException, prefix: ResultPrefix, address: str) -> None:
+    """End a run that failed: leave what can be continued, and remove what cannot."""
+    findings: list[Finding] = getattr(error, "findings", [])
+    is_interrupt = not isinstance(error, FastshardError) or any(
+        finding.code == codes.INTERRUPTED for finding in findings
+    )
+    may_continue = all(finding.code in _KEEPS for finding in findings if finding.severity == "error")
+    if may_continue or is_interrupt:
+        complete = prefix.leave()
+        if complete or is_interrupt:
+            clean = f"fastshard clean {shlex.quote(address)} --abandon {prefix.run[:16]}"
+            carry(
+                error,
+                [
+                    Finding.of(
+                        codes.LEFTOVER_RUN,
+                        f"the store has {len(complete)} complete files of this run, and its claim",
+                        severity="warning",
+                        file=address,
+                        help="continue the run, or remove what it has left",
+                        run=["--resume", clean],
+                    )
+                ],
+            )
+            return
+    carry(error, prefix.abandon())

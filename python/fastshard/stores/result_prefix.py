@@ -1,0 +1,612 @@
+"""A result's prefix in a store: claimed by one run, filled, and made to appear by its last object.
+
+=================================  =================================================================
+``.fastshard/claim``               put before all else, where nothing has the name: the run that owns
+                                   the prefix, its plan, its process, the names that it writes, and a
+                                   beat that shows that it is alive
+the result's files                 under their final names
+``.fastshard/done/NAME``           a file that is complete: its size, the store's mark of it, and the
+                                   digest of its tensors
+``fastshard.manifest.json``        put once all files are there, where nothing has the name
+the index, pointer or only file    put last: readers start from it
+=================================  =================================================================
+
+After the last object the claim and the records are removed. Until then readers refuse the prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .. import _core
+from ..common import codes
+from ..common.errors import FastshardError, Finding, from_core
+from ..common.log import log
+from ..common.records import dataclass
+from .store import NEW, ConditionFailed, Mark, StoredFile, WritableStore
+
+if TYPE_CHECKING:
+    from .._core import FileParts
+
+__all__ = ["BEAT", "CLAIM", "OWN_FOLDER", "Claim", "ResultPrefix", "find_claim", "is_own", "part_bytes"]
+
+#: The folder of what is no part of a result.
+OWN_FOLDER = ".fastshard/"
+CLAIM = OWN_FOLDER + "claim"
+_DONE = OWN_FOLDER + "done/"
+#: Seconds between two beats of a run.
+BEAT = 10.0
+#: Beats that a run may miss before it counts as dead.
+_MISSED = 3
+#: Bytes of a part of an upload, at least.
+_PART = 8 << 20
+#: Parts that an upload has at most, with a reserve.
+_MOST_PARTS = 9_000
+#: Files that are uploaded while they are made, at a time; as in the core.
+_UPLOADS = 2
+#: Files of fewer bytes are uploaded again by a run that is continued.
+_WORTH_RECORDING = 1 << 20
+#: Times that the prefix is listed before a difference counts, and seconds between them.
+_LOOKS = 3
+_PAUSE = 1.0
+#: Times that a put is begun whose answer was lost.
+_TRIES = 3
+#: Requests for small objects at a time.
+_PARALLEL = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim of a run on a prefix."""
+
+    run: str
+    #: Digest of its plan.
+    plan: str
+    #: Identity of its process.
+    process: str
+    #: Names of its files; one that ends in a slash is a folder.
+    names: tuple[str, ...]
+    #: The object that is put last.
+    last: str
+    #: Number of its beats.
+    beat: int = 0
+
+    @classmethod
+    def parse(cls, content: bytes, about: str) -> Claim:
+        """Read a claim.
+
+        Raises:
+            FastshardError: ``FS504`` if the object is none.
+        """
+        try:
+            read = json.loads(content)
+            texts = [read[name] for name in ("run", "plan", "process", "last")]
+            names = read["names"]
+            if read["version"] != 1 or not all(isinstance(text, str) for text in [*texts, *names]):
+                raise ValueError
+            run, plan, process, last = texts
+            return cls(run, plan, process, tuple(names), last, int(read["beat"]))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise FastshardError.of(
+                codes.OUT_EXISTS,
+                "is no claim of this version of fastshard",
+                file=about,
+                help="choose another destination",
+            ) from None
+
+    def to_bytes(self) -> bytes:
+        """Return the object's content."""
+        record = {
+            "version": 1,
+            "run": self.run,
+            "plan": self.plan,
+            "process": self.process,
+            "last": self.last,
+            "beat": self.beat,
+            "names": list(self.names),
+        }
+        return json.dumps(record).encode()
+
+    def holds(self, path: str) -> bool:
+        """Return True for an object of the run."""
+        return any(path.startswith(name) if name.endswith("/") else path == name for name in self.names)
+
+
+def is_own(path: str) -> bool:
+    """Return True for an object of the run's records, which is no part of a result."""
+    return path.startswith(OWN_FOLDER)
+
+
+def find_claim(store: WritableStore) -> tuple[Claim, Mark] | None:
+    """Return the claim on a prefix and its mark; None if nobody has claimed it."""
+    found = store.fetch(CLAIM)
+    return None if found is None else (Claim.parse(found[0], f"{store.address}/{CLAIM}"), found[1])
+
+
+def part_bytes(size: int) -> int:
+    """Return the bytes of a part of an upload of ``size`` bytes."""
+    return max(_PART, -(-size // _MOST_PARTS >> 20) << 20)
+
+
+def _answers(method: Callable[..., None]) -> Callable[..., list[Finding] | None]:
+    """Let a method return the findings of what it raises, as the core takes them."""
+
+    def answer(self: ResultPrefix, *args: Any) -> list[Finding] | None:
+        try:
+            method(self, *args)
+        except FastshardError as error:
+            return error.findings
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Its text may hold an address with a signature.
+            log("stores", "%s: %s", args[0], type(error).__name__)
+            return [
+                Finding.of(
+                    codes.IO,
+                    f"the store's writer failed: {type(error).__name__}",
+                    file=f"{self.address}/{args[0]}" if isinstance(args[0], str) else self.address,
+                    help="continue the run",
+                    run=["--resume"],
+                )
+            ]
+        return None
+
+    return answer
+
+
+class ResultPrefix:
+    """A prefix of a store that one run has claimed and publishes its result in.
+
+    Methods that the core calls return None, or the findings that end the run.
+    """
+
+    def __init__(
+        self,
+        store: WritableStore,
+        plan: str,
+        names: Sequence[str],
+        last: str,
+        *,
+        resume: bool = False,
+        unconditional: bool = False,
+        at_once: int = 4,
+        beat: float = BEAT,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Claim the prefix.
+
+        Args:
+            store: the prefix.
+            plan: digest of the plan that is carried out.
+            names: names of the result's files; one that ends in a slash is a folder.
+            last: the name that readers start from.
+            resume: take over the claim of a run of the same plan that has ended.
+            unconditional: accept a store that does not honour conditions.
+            at_once: parts of an upload that are sent at a time.
+            beat: seconds between two signs of life.
+            sleep: called with the seconds to wait.
+
+        Raises:
+            FastshardError: ``FS504`` if something is there; ``FS508`` if a run has left its claim there;
+                ``FS509`` if it is alive; ``FS514`` for a store without conditions; otherwise as the methods
+                of the store.
+        """
+        self._store, self._at_once, self._beat, self._sleep = store, at_once, beat, sleep
+        self._claim = Claim(secrets.token_hex(16), plan, _core.identify_process(), tuple(names), last)
+        self._mark: Mark = None
+        self._lock = threading.Lock()
+        self._is_lost = False
+        self._has_conditions = True
+        self._written: set[str] = set()
+        #: Marks of the files that are recorded as complete.
+        self._recorded: dict[str, str] = {}
+        #: The digest of the tensors of each file that an earlier run has completed.
+        self.complete: dict[str, str] = {}
+        #: Findings for the result.
+        self.findings: list[Finding] = []
+        #: True if an earlier run has published the result and left only its claim.
+        self.is_published = False
+        found = store.list_objects()
+        claim = find_claim(store) if any(file.path == CLAIM for file in found) else None
+        if claim is None:
+            self._refuse_occupied(found)
+            self._begin(unconditional)
+        else:
+            self._take_over(*claim, found, resume, unconditional)
+        self._ends = threading.Event()
+        self._beating = threading.Thread(target=self._show_life, name="fastshard-claim", daemon=True)
+        self._beating.start()
+
+    @property
+    def address(self) -> str:
+        """The address for users."""
+        return self._store.address
+
+    @property
+    def run(self) -> str:
+        """The identity of the run."""
+        return self._claim.run
+
+    @property
+    def upload_memory(self) -> int:
+        """Bytes of memory that uploads take, for files of which a part has the usual size."""
+        return _UPLOADS * (self._at_once + 2) * _PART
+
+    # --- what the core calls
+
+    @_answers
+    def upload(self, name: str, parts: FileParts) -> None:
+        """Upload a file under its final name."""
+        self._refuse_lost()
+        size = parts.size
+        part_size = part_bytes(size)
+        self._written.add(name)
+        self._store.upload(name, _read_parts(parts, part_size), size, part_size, self._at_once)
+
+    @_answers
+    def record(self, name: str, content: str) -> None:
+        """Record that a file is complete, with the digest of its tensors."""
+        file = self._find(name)
+        self._recorded[name] = file.identity
+        if file.size >= _WORTH_RECORDING:
+            record = {"size": file.size, "identity": file.identity, "content": content}
+            self._store.put(f"{_DONE}{name}", json.dumps(record).encode())
+
+    @_answers
+    def check(self, files: list[tuple[str, int]]) -> None:
+        """Refuse to publish unless exactly ``files`` are there and the prefix is still this run's."""
+        self._beat_once()
+        self._refuse_lost()
+        for look in range(_LOOKS):
+            findings = self._compare(dict(files))
+            if not findings:
+                return
+            if look + 1 < _LOOKS:
+                self._sleep(_PAUSE)
+        raise FastshardError(findings)
+
+    @_answers
+    def put_last(self, name: str, path: Path) -> None:
+        """Put a small file under a name that nothing has."""
+        self._refuse_lost()
+        content = path.read_bytes()
+        self._written.add(name)
+        if len(content) > part_bytes(0) or not self._has_conditions:
+            # A put with a condition is one request.
+            part_size = part_bytes(len(content))
+            parts = (content[at : at + part_size] for at in range(0, len(content), part_size))
+            self._store.upload(name, parts, len(content), part_size, self._at_once)
+            return
+        self._put_new(name, content)
+
+    # --- the end
+
+    def finish(self) -> list[Finding]:
+        """Remove the claim and the records of a published result; return warnings about what stays."""
+        self._stop_beating()
+        try:
+            self._remove([file.path for file in self._store.list_objects() if is_own(file.path)])
+        except FastshardError as error:
+            return [_left(self.address, error, "complete, but its claim could not be removed")]
+        return []
+
+    def abandon(self) -> list[Finding]:
+        """Remove what the run has written; return warnings about what stays."""
+        self._stop_beating()
+        if self._is_lost:
+            return []
+        try:
+            paths = {file.path for file in self._store.list_objects()}
+            self._remove([path for path in paths if is_own(path) or path in self._written | {*self.complete}])
+        except FastshardError as error:
+            return [_left(self.address, error, "objects of the failed run could not be removed")]
+        return []
+
+    def leave(self) -> list[str]:
+        """Leave everything for a run that continues this one; return the names of files that are complete."""
+        self._stop_beating()
+        return sorted({*self._recorded, *self.complete})
+
+    # --- claims
+
+    def _refuse_occupied(self, found: list[StoredFile]) -> None:
+        others = [file.path for file in found if not is_own(file.path)]
+        if others:
+            raise FastshardError.of(
+                codes.OUT_EXISTS,
+                "the destination is not empty",
+                file=self.address,
+                expected="no objects",
+                got=f"{others[0]} and {len(others) - 1} more" if others[1:] else others[0],
+                help="choose another prefix: a result in a store is not replaced",
+            )
+
+    def _begin(self, unconditional: bool) -> None:
+        """Put a claim where nobody has one, and find out whether the store honours conditions."""
+        content = self._claim.to_bytes()
+        self._mark = self._put_new(CLAIM, content)
+        self._probe(content, unconditional)
+        # Whoever listed before this claim was put may have put objects since.
+        try:
+            self._refuse_occupied(self._store.list_objects())
+        except FastshardError:
+            self._store.remove(CLAIM)
+            raise
+
+    def _probe(self, content: bytes, unconditional: bool) -> None:
+        try:
+            self._mark = self._store.put(CLAIM, content, NEW)
+        except ConditionFailed:
+            return
+        self._has_conditions = False
+        if not unconditional:
+            self._store.remove(CLAIM)
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                "the store overwrites an object that was to be put only where there is none: two runs could "
+                "publish here at the same time",
+                file=self.address,
+                expected="a store that honours If-None-Match",
+                help="make sure that nothing else writes here, and accept it",
+                run=["--accept unconditional"],
+            )
+        self.findings.append(
+            Finding.of(
+                codes.NOT_PROVABLE,
+                "the store does not honour conditions: that no other run wrote to the prefix at the same "
+                "time is not proven",
+                severity="warning",
+                file=self.address,
+                unnoticed="a second run that wrote to the same prefix",
+            )
+        )
+
+    def _take_over(
+        self, claim: Claim, mark: Mark, found: list[StoredFile], resume: bool, unconditional: bool
+    ) -> None:
+        """Take over the claim of a run that has ended, and read what it has completed."""
+        dead, process = _core.is_process_dead(claim.process)
+        where = {"file": self.address}
+        if claim.plan != self._claim.plan or not resume:
+            what = "an interrupted run of this plan" if claim.plan == self._claim.plan else "another run"
+            raise FastshardError.of(
+                codes.LEFTOVER_RUN,
+                f"{what} has claimed the destination ({process})",
+                **where,
+                help="continue it, or remove what it has left"
+                if claim.plan == self._claim.plan
+                else "wait until it has ended, then clean the destination",
+                run=[
+                    *(["--resume"] if claim.plan == self._claim.plan else []),
+                    f"fastshard clean {self.address} --abandon {claim.run[:16]}",
+                ],
+            )
+        if not dead:
+            mark = self._wait_for_beat(claim, mark, process)
+        stray = [file.path for file in found if not is_own(file.path) and not claim.holds(file.path)]
+        if stray:
+            raise FastshardError.of(
+                codes.OUT_EXISTS,
+                "an object is there that the interrupted run did not write",
+                file=f"{self.address}/{stray[0]}",
+                help="move it away, then continue the run",
+                run=["--resume"],
+            )
+        try:
+            self._mark = self._store.put(CLAIM, self._claim.to_bytes(), mark)
+        except ConditionFailed:
+            raise self._locked(process) from None
+        present = {file.path: file for file in found}
+        if claim.last in present:
+            self.is_published = True
+            return
+        self._probe(self._claim.to_bytes(), unconditional)
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            records = [path for path in present if path.startswith(_DONE)]
+            for path, record in zip(records, pool.map(self._store.fetch, records), strict=True):
+                name = path.removeprefix(_DONE)
+                if record is not None and (content := _parse_record(record[0], present.get(name))):
+                    self.complete[name] = content
+                    self._recorded[name] = present[name].identity
+        kept = {CLAIM, *self.complete, *(_DONE + name for name in self.complete)}
+        # The rest is written again; without the last object nobody has read it as a result.
+        self._remove_all([path for path in present if path not in kept])
+
+    def _wait_for_beat(self, claim: Claim, mark: Mark, process: str) -> Mark:
+        """Wait for a sign of life of a run whose process is not known to have ended.
+
+        Raises:
+            FastshardError: ``FS509`` if there is one.
+        """
+        for _ in range(_MISSED):
+            self._sleep(self._beat)
+            now = find_claim(self._store)
+            if now is None or now[0] != claim:
+                raise self._locked(process)
+            mark = now[1]
+        return mark
+
+    def _locked(self, process: str) -> FastshardError:
+        return FastshardError.of(
+            codes.LOCKED,
+            f"another run is at work here: {process}",
+            file=self.address,
+            help="wait until it has ended",
+        )
+
+    def _refuse_lost(self) -> None:
+        if self._is_lost:
+            raise FastshardError.of(
+                codes.LOCKED,
+                "another run has taken the destination over",
+                file=f"{self.address}/{CLAIM}",
+                help="let the other run end; this one wrote nothing that readers take for a result",
+            )
+
+    # --- signs of life
+
+    def _show_life(self) -> None:
+        while not self._ends.wait(self._beat) and not self._is_lost:
+            try:
+                self._beat_once()
+            except FastshardError as error:
+                # Whether the prefix is still this run's is asked again before it publishes.
+                log("stores", "%s: no beat: %s", self.address, error.code)
+
+    def _beat_once(self) -> None:
+        """Put the claim anew, if it is still this run's."""
+        with self._lock:
+            if self._is_lost:
+                return
+            now = Claim(
+                self._claim.run,
+                self._claim.plan,
+                self._claim.process,
+                self._claim.names,
+                self._claim.last,
+                self._claim.beat + 1,
+            )
+            try:
+                if not self._has_conditions and not self._owns_claim():
+                    self._is_lost = True
+                    return
+                condition = self._mark if self._has_conditions else None
+                self._mark, self._claim = self._store.put(CLAIM, now.to_bytes(), condition), now
+            except ConditionFailed:
+                found = find_claim(self._store)
+                if found is None or found[0].run != self._claim.run:
+                    self._is_lost = True
+                else:
+                    # The answer to an earlier put was lost.
+                    self._claim, self._mark = found
+
+    def _owns_claim(self) -> bool:
+        found = find_claim(self._store)
+        return found is not None and found[0].run == self._claim.run
+
+    def _stop_beating(self) -> None:
+        self._ends.set()
+        self._beating.join()
+
+    # --- objects
+
+    def _put_new(self, path: str, content: bytes) -> Mark:
+        """Put an object where there is none. An answer that is lost is found out by reading the object.
+
+        Raises:
+            FastshardError: ``FS504`` if another object has the name.
+        """
+        failed: FastshardError | None = None
+        for _ in range(_TRIES):
+            try:
+                return self._store.put(path, content, NEW)
+            except ConditionFailed:
+                failed = None
+            except FastshardError as error:
+                if error.code != codes.IO:
+                    raise
+                failed = error
+            found = self._store.fetch(path)
+            if found is not None:
+                if found[0] == content:
+                    return found[1]
+                raise FastshardError.of(
+                    codes.OUT_EXISTS if path == CLAIM else codes.PUBLISH_CONFLICT,
+                    "another run has claimed the destination"
+                    if path == CLAIM
+                    else "an object has appeared under a name of the result",
+                    file=f"{self.address}/{path}",
+                    help="choose another prefix, or wait until the other run has ended",
+                )
+        raise failed or self._locked("its claim comes and goes")
+
+    def _find(self, name: str) -> StoredFile:
+        for look in range(_LOOKS):
+            file = self._store.find(name)
+            if file is not None:
+                return file
+            if look + 1 < _LOOKS:
+                self._sleep(_PAUSE)
+        raise FastshardError.of(
+            codes.WRITTEN_DIFFERS,
+            "the object just written is missing",
+            file=f"{self.address}/{name}",
+            help="check what else writes to the bucket, and continue the run",
+            run=["--resume"],
+        )
+
+    def _compare(self, files: dict[str, int]) -> list[Finding]:
+        """Compare what is there with the files that were written."""
+        present = {file.path: file for file in self._store.list_objects() if not is_own(file.path)}
+        findings = []
+
+        def find(code: str, message: str, name: str, **fields: str) -> None:
+            findings.append(Finding.of(code, message, file=f"{self.address}/{name}", **fields))
+
+        for name, size in files.items():
+            file = present.pop(name, None)
+            identity = self._recorded.get(name)
+            if file is None:
+                find(codes.WRITTEN_DIFFERS, "the object just written is missing", name)
+            elif file.size != size:
+                find(
+                    codes.WRITTEN_DIFFERS,
+                    "the object just written has another size",
+                    name,
+                    expected=f"{size} bytes",
+                    got=f"{file.size} bytes",
+                )
+            elif identity is not None and file.identity != identity:
+                find(codes.PUBLISH_CONFLICT, "the object was replaced after it was written", name)
+        for name in present:
+            find(codes.PUBLISH_CONFLICT, "an object has appeared that this run did not write", name)
+        return findings
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        """Remove objects, the claim last."""
+        self._remove_all([path for path in paths if path != CLAIM])
+        self._store.remove(CLAIM)
+
+    def _remove_all(self, paths: Sequence[str]) -> None:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            list(pool.map(self._store.remove, paths))
+
+
+def _read_parts(parts: FileParts, length: int) -> Iterator[bytes]:
+    try:
+        while (part := parts.take(length)) is not None:
+            yield part
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+def _parse_record(content: bytes, file: StoredFile | None) -> str | None:
+    """Return the digest of a file's tensors from its record; None if the file is no longer that one."""
+    try:
+        record = json.loads(content)
+        if file is None or (record["size"], record["identity"]) != (file.size, file.identity):
+            return None
+        return str(record["content"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _left(address: str, error: FastshardError, message: str) -> Finding:
+    return Finding.of(
+        codes.LEFTOVER_RUN,
+        f"{message}: {error.findings[0].message}",
+        severity="warning",
+        file=f"{address}/{OWN_FOLDER}",
+        help="run the command that removes it",
+        run=[f"fastshard clean {address}"],
+    )

@@ -1,0 +1,189 @@
+//! Uploads a result to a store: files while they are made, what goes along once it is complete, and last what makes it
+//! appear.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, Builder, JoinHandle};
+
+use super::backlog::lock;
+use super::destination::Destination;
+use super::file_parts::{FileParts, MadeFile, MadeFiles};
+use crate::codes;
+use crate::engine::{Control, TileDone};
+use crate::error::{without_panic, Error, Finding, Result};
+use crate::format::Frame;
+use crate::manifest::{Manifest, MANIFEST_NAME};
+use crate::plan::{Form, Output, Plan};
+use crate::publish::{OutFile, Staging};
+
+/// Files that are uploaded at a time while they are made: tiles come in the order of files.
+const MADE_AT_ONCE: usize = 2;
+/// Complete files that are uploaded at a time; most are small.
+const COMPLETE_AT_ONCE: usize = 8;
+
+/// The uploads of one run.
+#[derive(Debug)]
+pub(super) struct Uploads {
+    destination: Arc<dyn Destination>,
+    made: Arc<MadeFiles>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Uploads {
+    /// No uploads yet.
+    pub(super) fn new(destination: &Arc<dyn Destination>) -> Uploads {
+        let (made, threads) = (Arc::default(), Mutex::default());
+        Uploads { destination: Arc::clone(destination), made, threads }
+    }
+
+    /// Begins to upload the files whose bytes are final as they are made.
+    ///
+    /// # Errors
+    /// What the store reports; those of the system.
+    pub(super) fn begin(
+        &self,
+        plan: &Plan,
+        by_file: &[Vec<usize>],
+        frames: &[Frame],
+        outs: &[Option<OutFile>],
+    ) -> Result<()> {
+        let complete = self.destination.list_complete()?;
+        let mut files = Vec::with_capacity(outs.len());
+        for (((about, inside), frame), out) in plan.files.iter().zip(by_file).zip(frames).zip(outs) {
+            // Others are read back, or get their checksums, once all is made.
+            let is_final = matches!(about.form, Form::Safetensors) && frame.members.is_empty();
+            let Some(out) = out.as_ref().filter(|_| is_final) else {
+                files.push(None);
+                continue;
+            };
+            let outputs: Vec<(usize, &Output)> = inside.iter().map(|&i| (i, &plan.outputs[i])).collect();
+            let is_pointer = plan.pointers.contains(&about.name);
+            let recorded = complete.get(&about.name);
+            let file = out.for_upload()?;
+            files.push(Some(MadeFile::new(&about.name, about.size, file, &outputs, is_pointer, recorded)));
+        }
+        let count = files.iter().flatten().count().min(MADE_AT_ONCE);
+        self.made.set(files);
+        let mut threads = lock(&self.threads);
+        for _ in 0..count {
+            let (made, destination) = (Arc::clone(&self.made), Arc::clone(&self.destination));
+            let thread = Builder::new()
+                .name("fastshard-upload".into())
+                .spawn(move || upload_made(&made, &*destination));
+            threads.push(thread.map_err(|error| Error::thread(&error))?);
+        }
+        Ok(())
+    }
+
+    /// True if an earlier run has stored a file of the plan.
+    pub(super) fn is_stored(&self, file: u32) -> bool {
+        self.made.is_stored(file as usize)
+    }
+
+    /// Waits while much is made that no upload has taken.
+    ///
+    /// # Errors
+    /// What ended the uploads.
+    pub(super) fn wait_for_room(&self, control: &Control) -> Result<()> {
+        self.made.wait_for_room(control)
+    }
+
+    /// Takes note of a tile that is written to its file.
+    ///
+    /// # Errors
+    /// What ended the uploads; `FS506` if an object that an earlier run has stored holds something else.
+    pub(super) fn add_tile(&self, output: usize, about: &Output, tile: &TileDone) -> Result<()> {
+        self.made.add_tile(output, about, tile)
+    }
+
+    /// Stores all of the result in `staging` that is not stored yet, and makes it appear: the names in `last` in their order
+    /// after all others.
+    ///
+    /// # Errors
+    /// What the store reports, or finds otherwise than it was put there; `FS510`.
+    pub(super) fn commit(
+        self,
+        staging: &Staging,
+        plan: &Plan,
+        manifest: &Manifest,
+        last: &[&str],
+        control: &Control,
+    ) -> Result<()> {
+        self.made.wait_until_stored(false, control)?;
+        let is_made = |name: &str| {
+            plan.files.iter().position(|file| file.name == name).is_some_and(|number| self.made.holds(number))
+        };
+        let last_names: BTreeSet<&str> = last.iter().copied().collect();
+        let files: Vec<(&str, u64)> =
+            manifest.files.iter().map(|file| (file.name.as_str(), file.size)).collect();
+        let before_last: Vec<(&str, u64)> =
+            files.iter().filter(|(name, _)| !last_names.contains(name)).copied().collect();
+        let rest: Vec<(&str, u64)> = before_last.iter().filter(|(name, _)| !is_made(name)).copied().collect();
+        upload_complete(staging, &rest, &*self.destination, control)?;
+        control.check_running()?;
+        self.destination.check(&before_last)?;
+        for name in last {
+            if is_made(name) {
+                self.made.wait_until_stored(true, control)?;
+            } else if *name == MANIFEST_NAME || files.iter().any(|(file, _)| file == name) {
+                // A name of a folder: what is in it is stored already.
+                self.destination.put_last(name, &staging.path().join(name))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Uploads {
+    fn drop(&mut self) {
+        self.made.stop(Finding::new(codes::INTERRUPTED, "the run has ended").into());
+        for thread in lock(&self.threads).drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Uploads files that are made meanwhile, one after another.
+fn upload_made(made: &Arc<MadeFiles>, destination: &dyn Destination) {
+    while let Some((name, parts)) = made.choose() {
+        let done = without_panic(|| destination.upload(&name, parts));
+        let Some(digest) = made.end_upload(&name, done) else { continue };
+        if let Err(error) = destination.record(&name, &digest) {
+            made.stop(error);
+        }
+    }
+}
+
+/// Uploads complete files, several at a time.
+fn upload_complete(
+    staging: &Staging,
+    files: &[(&str, u64)],
+    destination: &dyn Destination,
+    control: &Control,
+) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Ok(())));
+    let upload = |name: &str, size: u64| {
+        control.check_running()?;
+        let file = staging.read_only(name, size)?.for_upload()?;
+        destination.upload(name, FileParts::of_file(file, size))
+    };
+    let work = || {
+        while let Some((name, size)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if lock(&failed).is_err() {
+                return;
+            }
+            if let Err(error) = without_panic(|| upload(name, *size)) {
+                *lock(&failed) = Err(error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..COMPLETE_AT_ONCE.min(files.len()) {
+            // Where the system starts no more threads, those that it has started do the work.
+            let _ = Builder::new().spawn_scoped(scope, work);
+        }
+        work();
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
