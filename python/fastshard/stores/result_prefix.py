@@ -148,17 +148,8 @@ def _answers(method: Callable[..., None]) -> Callable[..., list[Finding] | None]
         except MemoryError:
             raise
         except Exception as error:
-            # Its text may hold an address with a signature.
-            log("stores", "%s: %s", args[0], type(error).__name__)
-            return [
-                Finding.of(
-                    codes.IO,
-                    f"the store's writer failed: {type(error).__name__}",
-                    file=f"{self.address}/{args[0]}" if isinstance(args[0], str) else self.address,
-                    help="continue the run",
-                    run=["--resume"],
-                )
-            ]
+            about = f"{self.address}/{args[0]}" if isinstance(args[0], str) else self.address
+            return _unexpected(error, about).findings
         return None
 
     return answer
@@ -180,7 +171,7 @@ class ResultPrefix:
         resume: bool = False,
         unconditional: bool = False,
         at_once: int = 4,
-        beat: float = BEAT,
+        beat: float | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Claim the prefix.
@@ -193,7 +184,7 @@ class ResultPrefix:
             resume: take over the claim of a run of the same plan that has ended.
             unconditional: accept a store that does not honour conditions.
             at_once: parts of an upload that are sent at a time.
-            beat: seconds between two signs of life.
+            beat: seconds between two signs of life; default :data:`BEAT`.
             sleep: called with the seconds to wait.
 
         Raises:
@@ -201,7 +192,8 @@ class ResultPrefix:
                 ``FS509`` if it is alive; ``FS514`` for a store without conditions; otherwise as the methods
                 of the store.
         """
-        self._store, self._at_once, self._beat, self._sleep = store, at_once, beat, sleep
+        self._store, self._at_once, self._sleep = store, at_once, sleep
+        self._beat = BEAT if beat is None else beat
         self._claim = Claim(secrets.token_hex(16), plan, _core.identify_process(), tuple(names), last)
         self._mark: Mark = None
         self._lock = threading.Lock()
@@ -251,7 +243,12 @@ class ResultPrefix:
         size = parts.size
         part_size = part_bytes(size)
         self._written.add(name)
-        self._store.upload(name, _read_parts(parts, part_size), size, part_size, self._at_once)
+        try:
+            self._store.upload(name, _read_parts(parts, part_size), size, part_size, self._at_once)
+        except Exception:
+            # The answer may be lost after the store has put the object, whole: nobody else writes here.
+            if not self._has_appeared(name, size):
+                raise
 
     @_answers
     def record(self, name: str, content: str) -> None:
@@ -285,7 +282,11 @@ class ResultPrefix:
             # A put with a condition is one request.
             part_size = part_bytes(len(content))
             parts = (content[at : at + part_size] for at in range(0, len(content), part_size))
-            self._store.upload(name, parts, len(content), part_size, self._at_once)
+            try:
+                self._store.upload(name, parts, len(content), part_size, self._at_once)
+            except Exception:
+                if not self._has_appeared(name, len(content)):
+                    raise
             return
         self._put_new(name, content)
 
@@ -296,7 +297,7 @@ class ResultPrefix:
         self._stop_beating()
         try:
             self._remove([file.path for file in self._store.list_objects() if is_own(file.path)])
-        except FastshardError as error:
+        except Exception as error:
             return [_left(self.address, error, "complete, but its claim could not be removed")]
         return []
 
@@ -308,7 +309,7 @@ class ResultPrefix:
         try:
             paths = {file.path for file in self._store.list_objects()}
             self._remove([path for path in paths if is_own(path) or path in self._written | {*self.complete}])
-        except FastshardError as error:
+        except Exception as error:
             return [_left(self.address, error, "objects of the failed run could not be removed")]
         return []
 
@@ -459,9 +460,9 @@ class ResultPrefix:
         while not self._ends.wait(self._beat) and not self._is_lost:
             try:
                 self._beat_once()
-            except FastshardError as error:
+            except Exception as error:
                 # Whether the prefix is still this run's is asked again before it publishes.
-                log("stores", "%s: no beat: %s", self.address, error.code)
+                log("stores", "%s: no beat: %s", self.address, type(error).__name__)
 
     def _beat_once(self) -> None:
         """Put the claim anew, if it is still this run's."""
@@ -516,6 +517,8 @@ class ResultPrefix:
                 if error.code != codes.IO:
                     raise
                 failed = error
+            except Exception as error:
+                failed = _unexpected(error, f"{self.address}/{path}")
             found = self._store.fetch(path)
             if found is not None:
                 if found[0] == content:
@@ -529,6 +532,14 @@ class ResultPrefix:
                     help="choose another prefix, or wait until the other run has ended",
                 )
         raise failed or self._locked("its claim comes and goes")
+
+    def _has_appeared(self, name: str, size: int) -> bool:
+        """Return True if an object of this size is there; False too if the store does not answer."""
+        try:
+            found = self._store.find(name)
+        except Exception:
+            return False
+        return found is not None and found.size == size
 
     def _find(self, name: str) -> StoredFile:
         for look in range(_LOOKS):
@@ -582,6 +593,19 @@ class ResultPrefix:
             list(pool.map(self._store.remove, paths))
 
 
+def _unexpected(error: Exception, about: str) -> FastshardError:
+    """Make the error for an exception that no client of a store should raise."""
+    # Its text may hold an address with a signature.
+    log("stores", "%s: %s", about, type(error).__name__)
+    return FastshardError.of(
+        codes.IO,
+        f"the store's writer failed: {type(error).__name__}",
+        file=about,
+        help="continue the run",
+        run=["--resume"],
+    )
+
+
 def _read_parts(parts: FileParts, length: int) -> Iterator[bytes]:
     try:
         while (part := parts.take(length)) is not None:
@@ -601,7 +625,9 @@ def _parse_record(content: bytes, file: StoredFile | None) -> str | None:
         return None
 
 
-def _left(address: str, error: FastshardError, message: str) -> Finding:
+def _left(address: str, error: Exception, message: str) -> Finding:
+    if not isinstance(error, FastshardError):
+        error = _unexpected(error, address)
     return Finding.of(
         codes.LEFTOVER_RUN,
         f"{message}: {error.findings[0].message}",

@@ -252,33 +252,32 @@ impl MadeFiles {
         }
     }
 
-    /// Ends the upload of `name`; the digest of its tensors if the store has it and an upload after it may find it done.
-    pub(super) fn end_upload(&self, name: &str, done: Result<()>) -> Option<String> {
+    /// Returns the digest of the tensors of file `name`, all of which was taken; none for a pointer, which no later run finds
+    /// complete.
+    ///
+    /// # Errors
+    /// `FS520` if some of it was not taken.
+    pub(super) fn digest(&self, name: &str) -> Result<Option<String>> {
+        let state = self.lock();
+        let file = state.files.iter().flatten().find(|file| file.name == name);
+        let Some(file) = file.filter(|file| file.taken == file.size) else {
+            let unread = Finding::new(codes::INTERNAL, "an upload ended before it had taken all parts");
+            return Err(unread.file(name).into());
+        };
+        Ok(if file.is_pointer { None } else { file.digest() })
+    }
+
+    /// Ends the upload of file `name`.
+    pub(super) fn end_upload(&self, name: &str, done: Result<()>) {
         let mut state = self.lock();
         state.busy -= 1;
-        let file = state.files.iter_mut().flatten().find(|file| file.name == name);
-        let digest = match (done, file) {
-            (Ok(()), Some(file)) if file.taken == file.size => {
-                file.stage = Stage::Stored;
-                if file.is_pointer {
-                    None
-                } else {
-                    file.digest()
-                }
-            }
-            (Ok(()), _) => {
-                let unread = Finding::new(codes::INTERNAL, "an upload ended before it had taken all parts");
-                state.failed.get_or_insert(unread.file(name).into());
-                None
-            }
-            (Err(error), _) => {
-                state.failed.get_or_insert(error);
-                None
-            }
-        };
+        if let Err(error) = done {
+            state.failed.get_or_insert(error);
+        } else if let Some(file) = state.files.iter_mut().flatten().find(|file| file.name == name) {
+            file.stage = Stage::Stored;
+        }
         drop(state);
         self.changed.notify_all();
-        digest
     }
 
     /// Ends all uploads.

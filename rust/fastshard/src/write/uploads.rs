@@ -147,11 +147,11 @@ impl Drop for Uploads {
 /// Uploads files that are made meanwhile, one after another.
 fn upload_made(made: &Arc<MadeFiles>, destination: &dyn Destination) {
     while let Some((name, parts)) = made.choose() {
-        let done = without_panic(|| destination.upload(&name, parts));
-        let Some(digest) = made.end_upload(&name, done) else { continue };
-        if let Err(error) = destination.record(&name, &digest) {
-            made.stop(error);
-        }
+        let upload = || {
+            destination.upload(&name, parts)?;
+            made.digest(&name)?.map_or(Ok(()), |digest| destination.record(&name, &digest))
+        };
+        made.end_upload(&name, without_panic(upload));
     }
 }
 
