@@ -18,6 +18,7 @@ import pytest
 from bucket_store import BucketStore, buckets_served
 from fastshard import FastshardError
 from fastshard.common import codes
+from fastshard.conversion import prefix_leavings
 from fastshard.stores import result_prefix
 from holding import HANG
 from safetensors.numpy import save_file
@@ -423,3 +424,47 @@ def test_a_destination_inside_the_source_is_refused(
     with pytest.raises(FastshardError) as caught:
         merge(address_of(tmp_path / "out"), address_of(tmp_path / "out/inside"))  # type: ignore[arg-type]
     assert caught.value.code == codes.OUT_INSIDE_SOURCE
+
+
+def test_clean_removes_what_no_run_continues(
+    bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_leavings, "_LOOK", 0.01)
+    out = tmp_path / "out"
+    assert fastshard.gc(address_of(out)) == []
+    leave_two_files(bucket, source, out)
+    before = read_files(out)
+    (left,) = fastshard.gc(address_of(out), timeout=0.1)
+    assert left.fate == "resumable"
+    assert left.bytes == sum(map(len, before.values()))
+    with pytest.raises(FastshardError) as caught:
+        fastshard.gc(address_of(out), abandon="0" * 16)
+    assert caught.value.code == codes.NO_SUCH_PATH
+    assert left.run is not None
+    (dry,) = fastshard.gc(address_of(out), abandon=left.run[:16], timeout=0.1, dry_run=True)
+    assert dry.fate == "removed"
+    assert read_files(out) == before
+    (out / "notes.txt").write_text("mine")
+    (gone,) = fastshard.gc(address_of(out), abandon=left.run[:16], timeout=0.1)
+    assert gone.fate == "removed"
+    # What the run did not write stays.
+    assert read_files(out) == {"notes.txt": b"mine"}
+
+
+def test_clean_leaves_a_run_at_work_and_a_result_in_place(
+    bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_leavings, "_LOOK", 0.05)
+    out = tmp_path / "out"
+    alive = result_prefix.ResultPrefix(BucketStore(address_of(out), {}), "0" * 64, ["a"], "a", beat=0.01)
+    (left,) = fastshard.gc(address_of(out), timeout=5.0)
+    assert left.fate == "at_work"
+    assert (out / CLAIM).exists()
+    alive.abandon()
+    merge(source, address_of(out))
+    (out / CLAIM).parent.mkdir(exist_ok=True)
+    claim = result_prefix.Claim("0" * 32, "0" * 64, "{}", (LAST,), LAST)
+    (out / CLAIM).write_bytes(claim.to_bytes())
+    (left,) = fastshard.gc(address_of(out))
+    assert left.fate == "removed"
+    assert_is_result(out, source, tmp_path)

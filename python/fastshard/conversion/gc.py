@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import _core
+from ..common.addresses import find_scheme
 from ..common.errors import from_core
 from ..common.options import StrPath
 from ..common.records import dataclass
@@ -51,7 +52,7 @@ def gc(
     """Removes the remains of interrupted runs at a destination that no run can resume.
 
     Args:
-        out: the destination.
+        out: the destination; an address too.
         abandon: a run to remove although it could be resumed: its id, or at least 8 digits of its folder.
         timeout: seconds within which a working process must show a sign of life; default 30.
         dry_run: report what would be removed, and remove nothing.
@@ -63,6 +64,10 @@ def gc(
         FastshardError: ``FS501`` if the run to remove does not exist; other codes for errors of the system.
     """
     patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
+    if (scheme := find_scheme(out)) is not None:
+        from . import prefix_leavings
+
+        return prefix_leavings.collect(scheme, os.fspath(out), abandon, patience, dry_run)
     try:
         found = _core.collect(os.fspath(out), abandon, patience, dry_run)
     except _core.CoreError as error:

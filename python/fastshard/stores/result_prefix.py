@@ -20,7 +20,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,13 +29,24 @@ from .. import _core
 from ..common import codes
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.log import log
-from ..common.records import dataclass
+from ..common.records import dataclass, replace
 from .store import NEW, ConditionFailed, Mark, StoredFile, WritableStore
 
 if TYPE_CHECKING:
     from .._core import FileParts
 
-__all__ = ["BEAT", "CLAIM", "OWN_FOLDER", "Claim", "ResultPrefix", "find_claim", "is_own", "part_bytes"]
+__all__ = [
+    "BEAT",
+    "CLAIM",
+    "OWN_FOLDER",
+    "Claim",
+    "ResultPrefix",
+    "find_claim",
+    "is_own",
+    "part_bytes",
+    "remove_all",
+    "seize_claim",
+]
 
 #: The folder of what is no part of a result.
 OWN_FOLDER = ".fastshard/"
@@ -130,6 +141,23 @@ def find_claim(store: WritableStore) -> tuple[Claim, Mark] | None:
     """Return the claim on a prefix and its mark; None if nobody has claimed it."""
     found = store.fetch(CLAIM)
     return None if found is None else (Claim.parse(found[0], f"{store.address}/{CLAIM}"), found[1])
+
+
+def seize_claim(store: WritableStore, claim: Claim, mark: Mark) -> None:
+    """Replace a claim, so that nobody else takes it over.
+
+    Raises:
+        ConditionFailed: it is no longer the one with this mark.
+    """
+    store.put(CLAIM, replace(claim, run=secrets.token_hex(16)).to_bytes(), mark)
+
+
+def remove_all(store: WritableStore, paths: Collection[str]) -> None:
+    """Remove objects, the claim last."""
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        list(pool.map(store.remove, [path for path in paths if path != CLAIM]))
+    if CLAIM in paths:
+        store.remove(CLAIM)
 
 
 def part_bytes(size: int) -> int:
@@ -296,7 +324,8 @@ class ResultPrefix:
         """Remove the claim and the records of a published result; return warnings about what stays."""
         self._stop_beating()
         try:
-            self._remove([file.path for file in self._store.list_objects() if is_own(file.path)])
+            own = {file.path for file in self._store.list_objects() if is_own(file.path)}
+            remove_all(self._store, {*own, CLAIM})
         except Exception as error:
             return [_left(self.address, error, "complete, but its claim could not be removed")]
         return []
@@ -308,7 +337,8 @@ class ResultPrefix:
             return []
         try:
             paths = {file.path for file in self._store.list_objects()}
-            self._remove([path for path in paths if is_own(path) or path in self._written | {*self.complete}])
+            mine = self._written | {*self.complete}
+            remove_all(self._store, {CLAIM, *(path for path in paths if is_own(path) or path in mine)})
         except Exception as error:
             return [_left(self.address, error, "objects of the failed run could not be removed")]
         return []
@@ -421,7 +451,7 @@ class ResultPrefix:
                     self._recorded[name] = present[name].identity
         kept = {CLAIM, *self.complete, *(_DONE + name for name in self.complete)}
         # The rest is written again; without the last object nobody has read it as a result.
-        self._remove_all([path for path in present if path not in kept])
+        remove_all(self._store, [path for path in present if path not in kept])
 
     def _wait_for_beat(self, claim: Claim, mark: Mark, process: str) -> Mark:
         """Wait for a sign of life of a run whose process is not known to have ended.
@@ -469,14 +499,7 @@ class ResultPrefix:
         with self._lock:
             if self._is_lost:
                 return
-            now = Claim(
-                self._claim.run,
-                self._claim.plan,
-                self._claim.process,
-                self._claim.names,
-                self._claim.last,
-                self._claim.beat + 1,
-            )
+            now = replace(self._claim, beat=self._claim.beat + 1)
             try:
                 if not self._has_conditions and not self._owns_claim():
                     self._is_lost = True
@@ -582,15 +605,6 @@ class ResultPrefix:
         for name in present:
             find(codes.PUBLISH_CONFLICT, "an object has appeared that this run did not write", name)
         return findings
-
-    def _remove(self, paths: Sequence[str]) -> None:
-        """Remove objects, the claim last."""
-        self._remove_all([path for path in paths if path != CLAIM])
-        self._store.remove(CLAIM)
-
-    def _remove_all(self, paths: Sequence[str]) -> None:
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            list(pool.map(self._store.remove, paths))
 
 
 def _unexpected(error: Exception, about: str) -> FastshardError:

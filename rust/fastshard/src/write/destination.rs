@@ -12,7 +12,7 @@ use crate::error::Result;
 /// Objects appear one by one under their final names, and the one that readers start from is the last: until it is there
 /// nobody takes what lies there for a result.
 pub trait Destination: Debug + Send + Sync {
-    /// Names the objects that an earlier run of the same plan has completed, each with the digest of its tensors.
+    /// Names the objects that an earlier run of the same plan has completed, each with what was recorded of its content.
     ///
     /// # Errors
     /// What keeps the store from being read.
@@ -24,7 +24,7 @@ pub trait Destination: Debug + Send + Sync {
     /// What the store or the parts report.
     fn upload(&self, name: &str, parts: FileParts) -> Result<()>;
 
-    /// Records that an object is complete, with the digest of its tensors.
+    /// Records that an object is complete, with what there is to know of its content.
     ///
     /// # Errors
     /// What the store reports.

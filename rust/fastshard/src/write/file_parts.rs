@@ -53,6 +53,10 @@ pub(super) struct MadeFile {
     stage: Stage,
     /// The outputs in it: their tiles' hashes, and the hash of each that is complete.
     hashes: BTreeMap<usize, (Option<TileHashes>, Option<[u8; 32]>)>,
+    /// Whether bytes are final once they are made. Others are once the file is finished: checksums are written then.
+    is_final: bool,
+    /// The identity of a file that is finished.
+    identity: Option<String>,
     /// The digest that an earlier run recorded, which has stored the file.
     recorded: Option<String>,
 }
@@ -64,11 +68,16 @@ impl MadeFile {
         size: u64,
         file: File,
         outputs: &[(usize, &Output)],
-        is_pointer: bool,
+        (is_final, is_pointer): (bool, bool),
         recorded: Option<&String>,
     ) -> MadeFile {
-        // Of a small file the bytes are hashed here: it is made again.
-        let recorded = recorded.filter(|_| size > HASHED);
+        let (recorded, identity) = match recorded.map(|content| content.split_once(' ')) {
+            // Of a small file the bytes are hashed here: it is made again.
+            _ if size <= HASHED => (None, None),
+            Some(Some((digest, identity))) => (Some(digest.to_string()), Some(identity.to_string())),
+            Some(None) if is_final => (recorded.cloned(), None),
+            _ => (None, None),
+        };
         let empty = TileHashes::new(1, 0).finish();
         let hash = |output: &Output| (None, if output.nbytes() == 0 { empty } else { None });
         let mut made = MadeFile {
@@ -83,7 +92,9 @@ impl MadeFile {
             is_pointer,
             stage: if recorded.is_some() { Stage::Stored } else { Stage::Waiting },
             hashes: outputs.iter().map(|(number, output)| (*number, hash(output))).collect(),
-            recorded: recorded.cloned(),
+            is_final,
+            identity,
+            recorded,
         };
         let mut taken: Vec<(u64, u64)> = outputs
             .iter()
@@ -124,7 +135,7 @@ impl MadeFile {
 
     /// Whether an upload finds something to send.
     fn may_begin(&self) -> bool {
-        self.stage == Stage::Waiting && (self.is_begun || self.left == 0)
+        self.stage == Stage::Waiting && self.is_final && (self.is_begun || self.left == 0)
     }
 }
 
@@ -189,17 +200,17 @@ impl MadeFiles {
         state.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Takes note of a tile that is written to its file.
+    /// Takes note of a tile that is written to its file. True if that completes a file that is to be finished.
     ///
     /// # Errors
     /// What ended the uploads; `FS506` if an object that an earlier run has stored holds something else.
-    pub(super) fn add_tile(&self, output: usize, about: &Output, tile: &TileDone) -> Result<()> {
+    pub(super) fn add_tile(&self, output: usize, about: &Output, tile: &TileDone) -> Result<bool> {
         let mut state = self.lock();
         if let Some(error) = &state.failed {
             return Err(error.clone());
         }
         let Some(file) = state.files.get_mut(about.file as usize).and_then(Option::as_mut) else {
-            return Ok(());
+            return Ok(false);
         };
         let start = tile.index * tile.size;
         let len = tile.size.min(about.nbytes() - start);
@@ -223,12 +234,34 @@ impl MadeFiles {
                 .into());
             }
         }
+        let is_to_be_finished = file.left == 0 && !file.is_final && file.recorded.is_none();
         if file.recorded.is_none() {
             state.waiting += len;
         }
         drop(state);
         self.changed.notify_all();
-        Ok(())
+        Ok(is_to_be_finished)
+    }
+
+    /// The hashes of the outputs in file `number`, all of which are made.
+    pub(super) fn hashes(&self, number: usize) -> BTreeMap<usize, [u8; 32]> {
+        let state = self.lock();
+        let file = state.files[number].as_ref().expect("it is made here");
+        file.hashes.iter().filter_map(|(output, (_, hash))| Some((*output, (*hash)?))).collect()
+    }
+
+    /// Lets file `number` be uploaded, all of which is written.
+    pub(super) fn finish(&self, number: usize, identity: String) {
+        let mut state = self.lock();
+        let file = state.files[number].as_mut().expect("it is made here");
+        (file.is_final, file.identity) = (true, Some(identity));
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// The identity of file `number`, if it is finished.
+    pub(super) fn identity(&self, number: usize) -> Option<String> {
+        self.lock().files.get(number)?.as_ref()?.identity.clone()
     }
 
     /// Chooses a file to upload, and waits for one; none once each is taken or the uploads have ended.
@@ -252,19 +285,23 @@ impl MadeFiles {
         }
     }
 
-    /// Returns the digest of the tensors of file `name`, all of which was taken; none for a pointer, which no later run finds
-    /// complete.
+    /// Returns what is recorded of file `name`, all of which was taken: the digest of its tensors, and its identity if it was
+    /// finished. None for a pointer, which no later run finds complete.
     ///
     /// # Errors
     /// `FS520` if some of it was not taken.
-    pub(super) fn digest(&self, name: &str) -> Result<Option<String>> {
+    pub(super) fn content(&self, name: &str) -> Result<Option<String>> {
         let state = self.lock();
         let file = state.files.iter().flatten().find(|file| file.name == name);
         let Some(file) = file.filter(|file| file.taken == file.size) else {
             let unread = Finding::new(codes::INTERNAL, "an upload ended before it had taken all parts");
             return Err(unread.file(name).into());
         };
-        Ok(if file.is_pointer { None } else { file.digest() })
+        let content = file.digest().map(|digest| match &file.identity {
+            Some(identity) => format!("{digest} {identity}"),
+            None => digest,
+        });
+        Ok(content.filter(|_| !file.is_pointer))
     }
 
     /// Ends the upload of file `name`.

@@ -55,9 +55,9 @@ impl Filling<'_> {
         if let Some(uploads) = self.uploads {
             uploads.begin(plan, &by_file, &frames, &outs)?;
         }
-        let sink = StagedSink::new(self, &frames, outs, arrays)?;
+        let sink = StagedSink::new(self, &by_file, &frames, outs, arrays)?;
         let engine_options = engine_options(run, staging.folder());
-        let report = self.execute(&sink, &frames, &engine_options)?;
+        let report = self.execute(&sink, &engine_options)?;
         let mut report = read_again(run, report, &engine_options)?;
         report.findings = options.gate.pass(report.findings)?;
         self.write_companions()?;
@@ -67,7 +67,8 @@ impl Filling<'_> {
         written.for_each(|(about, _)| staging.note_synced(&about.name));
         let mut manifest = outcome::manifest(plan, &report, options);
         manifest.provenance = self.prior.map(|prior| prior.provenance.clone());
-        let mut identities = outcome::identities(plan, &by_file, &frames, &sink.files, &report)?;
+        let mut identities =
+            outcome::identities(plan, &by_file, &frames, &sink.files, self.uploads, &report)?;
         manifest.files = staging.listing()?;
         for file in &mut manifest.files {
             file.identity = identities.remove(file.name.as_str());
@@ -117,7 +118,7 @@ impl Filling<'_> {
     }
 
     /// Has the engine make the tensors. Arrays are completed only if the result may be published.
-    fn execute(&self, sink: &StagedSink, frames: &[Frame], with: &engine::Options) -> Result<Report> {
+    fn execute(&self, sink: &StagedSink, with: &engine::Options) -> Result<Report> {
         let Run { plan, files, options, control, .. } = *self.run;
         let executed = sink.flush_during(control, || match self.prior {
             Some(Prior { sizes, evidence, .. }) => {
@@ -125,7 +126,7 @@ impl Filling<'_> {
             }
             None => engine::execute(plan, files, sink, with, control),
         });
-        let done = executed.and_then(|report| sink.finish(frames, control).map(|()| report));
+        let done = executed.and_then(|report| sink.finish().map(|()| report));
         let is_clean = |report: &Report| {
             let mut findings = report.findings.clone();
             // What may yet turn out to be no change is judged once that is known.

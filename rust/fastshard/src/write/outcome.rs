@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::options::Options;
 use super::piece;
+use super::uploads::Uploads;
 use crate::codes::{self, Kind};
 use crate::engine::Report;
 use crate::error::{Finding, Result};
@@ -21,10 +22,16 @@ pub(super) fn identities<'p>(
     by_file: &[Vec<usize>],
     frames: &[Frame],
     outs: &[Option<OutFile>],
+    uploads: Option<&Uploads>,
     report: &Report,
 ) -> Result<HashMap<&'p str, String>> {
     let mut identities = HashMap::new();
-    for (((file, inside), frame), out) in plan.files.iter().zip(by_file).zip(frames).zip(outs) {
+    let files = plan.files.iter().zip(by_file).zip(frames).zip(outs).enumerate();
+    for (number, (((file, inside), frame), out)) in files {
+        if let Some(identity) = uploads.and_then(|uploads| uploads.made().identity(number)) {
+            identities.insert(file.name.as_str(), identity);
+            continue;
+        }
         let identity = match &file.form {
             Form::Safetensors => {
                 let header = blake3::hash(&frame.pieces[0].1[8..]);
@@ -35,7 +42,8 @@ pub(super) fn identities<'p>(
             // Its tensors are checked whole: how a store divides them into files is its own affair.
             Form::Arrays(_) => continue,
             Form::Records(_) | Form::TorchZip(_) | Form::Overlay(_) => {
-                read_back(plan, file, inside, report, out.as_ref().expect("no array"))?
+                let out = out.as_ref().expect("no array");
+                read_back(plan, file, inside, &|i| report.outputs[i].hash, out)?
             }
         };
         identities.insert(file.name.as_str(), identity);
@@ -95,12 +103,13 @@ pub(super) fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manif
     manifest
 }
 
-/// Identity of a torch file, from what a reader finds in it; so it is also known to be readable.
-fn read_back(
+/// Identity of a torch file, from what a reader finds in it; so it is also known to be readable. `hash_of` gives the hash of
+/// an output.
+pub(super) fn read_back(
     plan: &Plan,
     file: &crate::plan::OutFile,
     inside: &[usize],
-    report: &Report,
+    hash_of: &dyn Fn(usize) -> [u8; 32],
     out: &OutFile,
 ) -> Result<String> {
     let source = SourceFile::open(out.path())?;
@@ -129,7 +138,7 @@ fn read_back(
                     )
                     .into());
             }
-            hashes.push(&report.outputs[i].hash);
+            hashes.push(hash_of(i));
         }
     }
     if hashes.len() != inside.len() {
@@ -138,5 +147,5 @@ fn read_back(
             .expected(inside.len(), hashes.len())
             .into());
     }
-    Ok(file_identity(&parsed.header_digest, hashes.into_iter()))
+    Ok(file_identity(&parsed.header_digest, hashes.iter()))
 }

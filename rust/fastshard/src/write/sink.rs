@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use super::arrays::Arrays;
 use super::backlog::{lock, Backlog};
 use super::fill::Filling;
+use super::outcome;
 use super::records::{self, Claims, TileJournal};
 use super::uploads::Uploads;
 use crate::engine::{Control, Sink, TileDone};
@@ -23,6 +24,9 @@ pub(crate) const WRITEBACK_EVERY: u64 = 32 << 20;
 
 /// A staging folder as the engine sees it.
 pub(super) struct StagedSink<'a> {
+    plan: &'a Plan,
+    by_file: &'a [Vec<usize>],
+    frames: &'a [Frame],
     outputs: &'a [Output],
     /// Files by their place in the plan; none for a store of arrays.
     pub(super) files: Vec<Option<OutFile>>,
@@ -45,7 +49,8 @@ impl<'a> StagedSink<'a> {
     /// A sink for the tiles of a run, with `files` and `arrays`; tiles in journals are already in the files.
     pub(super) fn new(
         filling: &Filling<'a>,
-        frames: &[Frame],
+        by_file: &'a [Vec<usize>],
+        frames: &'a [Frame],
         files: Vec<Option<OutFile>>,
         arrays: Option<Arrays>,
     ) -> Result<Self> {
@@ -61,6 +66,9 @@ impl<'a> StagedSink<'a> {
             written: files.iter().map(|_| Mutex::new(0)).collect(),
             member_of: members_of(plan, frames),
             sums: frames.iter().map(|f| f.members.iter().map(|_| Mutex::default()).collect()).collect(),
+            plan,
+            by_file,
+            frames,
             outputs,
             files,
             arrays,
@@ -106,29 +114,48 @@ impl<'a> StagedSink<'a> {
         }
     }
 
-    /// Writes the checksums of all members into their files. What no tile of this run or of the
-    /// journal covers is read back.
-    pub(super) fn finish(&self, frames: &[Frame], control: &Control) -> Result<()> {
-        for ((frame, file), sums) in frames.iter().zip(&self.files).zip(&self.sums) {
-            let Some(file) = file else { continue };
-            for (member, sums) in frame.members.iter().zip(sums) {
-                let (lo, hi) = (member.offset, member.offset + member.len);
-                let mut sums = lock(sums);
-                for (start, end) in sums.gaps(lo, hi) {
-                    let mut at = start;
-                    while at < end {
-                        control.check_running()?;
-                        let mut bytes = memory::allocate(CHUNK.min(end - at) as usize)?;
-                        file.read_at(at, &mut bytes)?;
-                        sums.add(at, bytes.len() as u64, hash::crc32(&bytes));
-                        sums.join(at);
-                        at += bytes.len() as u64;
-                    }
+    /// Writes the checksums of all members into their files, but for those that are uploaded meanwhile.
+    pub(super) fn finish(&self) -> Result<()> {
+        let is_uploaded = |number| self.uploads.is_some_and(|uploads| uploads.made().holds(number));
+        (0..self.files.len())
+            .filter(|number| !is_uploaded(*number))
+            .try_for_each(|number| self.finish_file(number))
+    }
+
+    /// Writes the checksums of a file's members into it. What no tile of this run or of the journal covers is read back.
+    fn finish_file(&self, number: usize) -> Result<()> {
+        let (frame, sums) = (&self.frames[number], &self.sums[number]);
+        let Some(file) = &self.files[number] else { return Ok(()) };
+        for (member, sums) in frame.members.iter().zip(sums) {
+            let (lo, hi) = (member.offset, member.offset + member.len);
+            let mut sums = lock(sums);
+            for (start, end) in sums.gaps(lo, hi) {
+                let mut at = start;
+                while at < end {
+                    self.control.check_running()?;
+                    let mut bytes = memory::allocate(CHUNK.min(end - at) as usize)?;
+                    file.read_at(at, &mut bytes)?;
+                    sums.add(at, bytes.len() as u64, hash::crc32(&bytes));
+                    sums.join(at);
+                    at += bytes.len() as u64;
                 }
-                let crc = sums.crc(lo, hi).expect("no gap is left");
-                member.crc_at.iter().try_for_each(|&at| file.write_all_at(at, &crc.to_le_bytes()))?;
             }
+            let crc = sums.crc(lo, hi).expect("no gap is left");
+            member.crc_at.iter().try_for_each(|&at| file.write_all_at(at, &crc.to_le_bytes()))?;
         }
+        Ok(())
+    }
+}
+
+impl StagedSink<'_> {
+    /// Finishes a file whose tensors are all written, and lets it be uploaded.
+    fn finish_for_upload(&self, number: usize, uploads: &Uploads) -> Result<()> {
+        self.finish_file(number)?;
+        let hashes = uploads.made().hashes(number);
+        let out = self.files[number].as_ref().expect("no array");
+        let about = &self.plan.files[number];
+        let identity = outcome::read_back(self.plan, about, &self.by_file[number], &|i| hashes[&i], out)?;
+        uploads.made().finish(number, identity);
         Ok(())
     }
 }
@@ -142,8 +169,8 @@ impl Sink for StagedSink<'_> {
         }
         let about = &self.outputs[output];
         if let Some(uploads) = self.uploads {
-            uploads.wait_for_room(self.control)?;
-            if uploads.is_stored(about.file) {
+            uploads.made().wait_for_room(self.control)?;
+            if uploads.made().is_stored(about.file as usize) {
                 return Ok(());
             }
         }
@@ -176,7 +203,11 @@ impl Sink for StagedSink<'_> {
         }
         if let Some(uploads) = self.uploads {
             // An interrupted run is continued by what the store has, not by what is here.
-            return uploads.add_tile(output, &self.outputs[output], tile);
+            let about = &self.outputs[output];
+            if uploads.made().add_tile(output, about, tile)? {
+                self.finish_for_upload(about.file as usize, uploads)?;
+            }
+            return Ok(());
         }
         let file = self.outputs[output].file;
         self.backlog.add(records::tile(output, tile), file, tile.size, &|file| self.sync(file))

@@ -10,7 +10,7 @@ use super::backlog::lock;
 use super::destination::Destination;
 use super::file_parts::{FileParts, MadeFile, MadeFiles};
 use crate::codes;
-use crate::engine::{Control, TileDone};
+use crate::engine::Control;
 use crate::error::{without_panic, Error, Finding, Result};
 use crate::format::Frame;
 use crate::manifest::{Manifest, MANIFEST_NAME};
@@ -51,17 +51,25 @@ impl Uploads {
         let complete = self.destination.list_complete()?;
         let mut files = Vec::with_capacity(outs.len());
         for (((about, inside), frame), out) in plan.files.iter().zip(by_file).zip(frames).zip(outs) {
-            // Others are read back, or get their checksums, once all is made.
-            let is_final = matches!(about.form, Form::Safetensors) && frame.members.is_empty();
-            let Some(out) = out.as_ref().filter(|_| is_final) else {
+            let outputs: Vec<(usize, &Output)> = inside.iter().map(|&i| (i, &plan.outputs[i])).collect();
+            let has_bytes = outputs.iter().any(|(_, output)| output.nbytes() > 0);
+            let Some(out) = out.as_ref().filter(|_| has_bytes) else {
+                // It goes along once all is made.
                 files.push(None);
                 continue;
             };
-            let outputs: Vec<(usize, &Output)> = inside.iter().map(|&i| (i, &plan.outputs[i])).collect();
-            let is_pointer = plan.pointers.contains(&about.name);
+            // Others get their checksums, and are read back, once all of them is made.
+            let is_final = matches!(about.form, Form::Safetensors) && frame.members.is_empty();
+            let kinds = (is_final, plan.pointers.contains(&about.name));
             let recorded = complete.get(&about.name);
-            let file = out.for_upload()?;
-            files.push(Some(MadeFile::new(&about.name, about.size, file, &outputs, is_pointer, recorded)));
+            files.push(Some(MadeFile::new(
+                &about.name,
+                about.size,
+                out.for_upload()?,
+                &outputs,
+                kinds,
+                recorded,
+            )));
         }
         let count = files.iter().flatten().count().min(MADE_AT_ONCE);
         self.made.set(files);
@@ -76,25 +84,9 @@ impl Uploads {
         Ok(())
     }
 
-    /// True if an earlier run has stored a file of the plan.
-    pub(super) fn is_stored(&self, file: u32) -> bool {
-        self.made.is_stored(file as usize)
-    }
-
-    /// Waits while much is made that no upload has taken.
-    ///
-    /// # Errors
-    /// What ended the uploads.
-    pub(super) fn wait_for_room(&self, control: &Control) -> Result<()> {
-        self.made.wait_for_room(control)
-    }
-
-    /// Takes note of a tile that is written to its file.
-    ///
-    /// # Errors
-    /// What ended the uploads; `FS506` if an object that an earlier run has stored holds something else.
-    pub(super) fn add_tile(&self, output: usize, about: &Output, tile: &TileDone) -> Result<()> {
-        self.made.add_tile(output, about, tile)
+    /// The files that are made and uploaded at the same time.
+    pub(super) fn made(&self) -> &MadeFiles {
+        &self.made
     }
 
     /// Stores all of the result in `staging` that is not stored yet, and makes it appear: the names in `last` in their order
@@ -149,7 +141,7 @@ fn upload_made(made: &Arc<MadeFiles>, destination: &dyn Destination) {
     while let Some((name, parts)) = made.choose() {
         let upload = || {
             destination.upload(&name, parts)?;
-            made.digest(&name)?.map_or(Ok(()), |digest| destination.record(&name, &digest))
+            made.content(&name)?.map_or(Ok(()), |content| destination.record(&name, &content))
         };
         made.end_upload(&name, without_panic(upload));
     }
