@@ -1,4 +1,4 @@
-"""A small server of the XML interface of Google Cloud Storage, as far as reading needs it.
+"""A small server of the XML interface of Google Cloud Storage, as far as reading and writing need it.
 
 It shows what the client asks; it proves nothing of Google's servers.
 """
@@ -10,12 +10,23 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from holding import HANG
 
+#: Status, content and headers.
+_Answer = tuple[int, bytes, "dict[str, str] | None"]
 _WHEN = "Mon, 02 Nov 2026 00:00:00 GMT"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: clients leave in the middle of requests."""
 
 
 @dataclass
@@ -27,6 +38,8 @@ class GcsServer:
     buckets: dict[str, dict[str, tuple[bytes, int]]] = field(default_factory=dict)
     #: Pages of listings that were asked for.
     listings: int = 0
+    #: Uploads in parts that have begun and have neither been completed nor aborted: their parts by number.
+    uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
 
     def __enter__(self) -> GcsServer:
         server = self
@@ -39,12 +52,20 @@ class GcsServer:
 
             do_HEAD = do_GET
 
+            def do_PUT(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(length)
+                if len(body) == length:
+                    server._change(self, body)
+
+            do_POST = do_DELETE = do_PUT
+
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
         self._generation = 1_700_000_000_000_000
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._lock = threading.Lock()
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -60,8 +81,14 @@ class GcsServer:
         return {"base_url": self.url, "bearer_token": self.token, "allow_http": "true"}
 
     def put(self, bucket: str, key: str, content: bytes) -> None:
+        with self._lock:
+            self._store(self.buckets.setdefault(bucket, {}), key, content)
+
+    def _store(self, objects: dict[str, tuple[bytes, int]], key: str, content: bytes) -> dict[str, str]:
+        """Puts an object; returns the headers of the answer."""
         self._generation += 1
-        self.buckets.setdefault(bucket, {})[key] = (content, self._generation)
+        objects[key] = (content, self._generation)
+        return {"ETag": _etag(content), "x-goog-generation": str(self._generation)}
 
     def _answer(self, to: BaseHTTPRequestHandler) -> None:
         split = urlsplit(to.path)
@@ -90,6 +117,80 @@ class GcsServer:
             return _send(to, 416, _problem("InvalidRange"))
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return _send(to, 206, content[first : last + 1], headers)
+
+    def _change(self, to: BaseHTTPRequestHandler, body: bytes) -> None:
+        split = urlsplit(to.path)
+        query = {n: v[0] for n, v in parse_qs(split.query, keep_blank_values=True).items()}
+        bucket, _, key = split.path.lstrip("/").partition("/")
+        key = unquote(key)
+        if to.headers.get("Authorization") != f"Bearer {self.token}":
+            return _send(to, 403, _problem("AccessDenied"))
+        with self._lock:
+            objects = self.buckets.get(bucket)
+            if objects is None:
+                answer: _Answer = 404, _problem("NoSuchBucket"), None
+            elif "uploads" in query or "uploadId" in query:
+                answer = self._change_upload(to.command, objects, key, query, body)
+            else:
+                condition = to.headers.get("x-goog-if-generation-match")
+                answer = self._change_object(to.command, objects, key, condition, body)
+        return _send(to, *answer)
+
+    def _change_object(
+        self,
+        method: str,
+        objects: dict[str, tuple[bytes, int]],
+        key: str,
+        condition: str | None,
+        body: bytes,
+    ) -> _Answer:
+        present = objects.get(key)
+        if condition is not None and condition != str(present[1] if present else 0):
+            return 412, _problem("PreconditionFailed"), None
+        if method == "PUT":
+            return 200, b"", self._store(objects, key, body)
+        if method != "DELETE":
+            return 400, _problem("InvalidArgument"), None
+        if present is None:
+            return 404, _problem("NoSuchKey"), None
+        del objects[key]
+        return 204, b"", None
+
+    def _change_upload(
+        self,
+        method: str,
+        objects: dict[str, tuple[bytes, int]],
+        key: str,
+        query: dict[str, str],
+        body: bytes,
+    ) -> _Answer:
+        """An upload in parts: it begins, a part comes, it is completed or aborted."""
+        if method == "POST" and "uploads" in query:
+            self._generation += 1
+            name = f"upload-{self._generation}"
+            self.uploads[name] = {}
+            begun = (
+                f"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>{name}</UploadId>"
+                "</InitiateMultipartUploadResult>"
+            )
+            return 200, begun.encode(), None
+        parts = self.uploads.get(query["uploadId"])
+        if parts is None:
+            return 404, _problem("NoSuchUpload"), None
+        if method == "PUT":
+            parts[int(query["partNumber"])] = body
+            return 200, b"", {"ETag": _etag(body)}
+        del self.uploads[query["uploadId"]]
+        if method == "DELETE":
+            return 204, b"", None
+        numbers = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
+        content = b"".join(parts[number] for number in numbers)
+        headers = self._store(objects, key, content)
+        done = (
+            "<?xml version='1.0'?><CompleteMultipartUploadResult>"
+            f"<ETag>{escape(headers['ETag'])}</ETag></CompleteMultipartUploadResult>"
+        )
+        return 200, done.encode(), headers
 
     def _list(
         self, to: BaseHTTPRequestHandler, objects: dict[str, tuple[bytes, int]], query: dict[str, str]
