@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import struct
 import threading
@@ -47,6 +48,10 @@ class Fault(Enum):
     REDIRECT_FILE = "a file of this machine is named"
     DRIP = "one byte comes, and no other until the proxy ends"
     SILENT = "nothing comes until the proxy ends"
+    LOST_REQUEST = "the connection is reset in the middle of the body of the request"
+    LOST_ANSWER = "the server has done what it was asked to, and the connection is reset before it answers"
+    NO_LIST = "the list has no entries, though there are objects"
+    SHORT_LIST = "the list lacks its last entry"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,36 @@ class Request:
 def is_read(request: Request) -> bool:
     """Whether a request asks for the content of a file, not for a list of files."""
     return request.method == "GET" and "list-type=" not in request.path
+
+
+def is_list(request: Request) -> bool:
+    """Whether a request asks for a list of files."""
+    return request.method == "GET" and "list-type=" in request.path
+
+
+def is_put_of(name: str) -> Callable[[Request], bool]:
+    """Whether a request puts a whole object whose key ends in a name."""
+    return lambda request: request.method == "PUT" and request.path.partition("?")[0].endswith(name)
+
+
+def is_part(request: Request) -> bool:
+    """Whether a request puts a part of an upload."""
+    return request.method == "PUT" and "partNumber=" in request.path
+
+
+def is_begin(request: Request) -> bool:
+    """Whether a request begins an upload in parts."""
+    return request.method == "POST" and "uploads" in request.path.partition("?")[2].split("=")[0]
+
+
+def is_removal(request: Request) -> bool:
+    """Whether a request removes objects."""
+    return request.method == "DELETE" or (request.method == "POST" and request.path.endswith("?delete"))
+
+
+def is_completion(request: Request) -> bool:
+    """Whether a request completes an upload in parts."""
+    return request.method == "POST" and "uploadId=" in request.path
 
 
 @dataclass
@@ -121,14 +156,19 @@ class Recorder:
 class FaultProxy:
     """Passes requests on to a server, and spoils the answers that it is asked to spoil."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, rate: int | None = None) -> None:
+        """``rate`` is the most bytes per second that bodies of requests are taken with, all together."""
         split = urlsplit(upstream)
         assert split.hostname and split.port
         self._upstream = (split.hostname, split.port)
+        self._rate = rate
+        self._taking = threading.Lock()
         self._injected: list[_Injected] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.requests: list[Request] = []
+        #: Requests of which something was spoiled.
+        self.spoiled: list[Request] = []
 
     def inject(
         self,
@@ -146,6 +186,7 @@ class FaultProxy:
         with self._lock:
             self._injected.clear()
             self.requests.clear()
+            self.spoiled.clear()
 
     def _take(self, request: Request) -> _Injected | None:
         with self._lock:
@@ -154,6 +195,7 @@ class FaultProxy:
                 if injected.times != 0 and injected.when(request):
                     if injected.times is not None:
                         injected.times -= 1
+                    self.spoiled.append(request)
                     return injected
         return None
 
@@ -165,8 +207,13 @@ class FaultProxy:
 
             def _handle(self) -> None:
                 request = Request(self.command, self.path, _lower(self.headers))
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                proxy._answer(self, request, body, proxy._take(request))
+                length = int(self.headers.get("Content-Length") or 0)
+                injected = proxy._take(request)
+                if injected is not None and injected.fault is Fault.LOST_REQUEST:
+                    self.rfile.read(length // 2)
+                    return _reset(self)
+                body = proxy._take_body(self.rfile, length)
+                return proxy._answer(self, request, body, injected)
 
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 
@@ -184,6 +231,19 @@ class FaultProxy:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(HANG)
+
+    def _take_body(self, stream: Any, length: int) -> bytes:
+        if self._rate is None:
+            return bytes(stream.read(length))
+        body = b""
+        while len(body) < length:
+            with self._taking:
+                piece = stream.read(min(length - len(body), 64 << 10))
+                self._ended.wait(len(piece) / self._rate)
+            if not piece:
+                break
+            body += piece
+        return body
 
     def _fetch(self, request: Request, body: bytes, headers: dict[str, str]) -> tuple[Any, bytes]:
         connection = http.client.HTTPConnection(*self._upstream, timeout=HANG)
@@ -245,12 +305,20 @@ class FaultProxy:
             first, _, last = headers["range"].removeprefix("bytes=").partition("-")
             headers["range"] = f"bytes={first}-{int(last) + 1}"
         answer, content = self._fetch(request, body, headers)
+        if fault is Fault.LOST_ANSWER:
+            return _reset(to)
+        if fault in (Fault.NO_LIST, Fault.SHORT_LIST):
+            entries = list(re.finditer(rb"<Contents>.*?</Contents>", content, re.DOTALL))
+            for entry in reversed(entries if fault is Fault.NO_LIST else entries[-1:]):
+                content = content[: entry.start()] + content[entry.end() :]
         passed = {
             name: value
             for name, value in answer.getheaders()
             if name.lower() not in ("connection", "transfer-encoding", "date", "server")
         }
         length = int(answer.getheader("Content-Length") or len(content))
+        if fault in (Fault.NO_LIST, Fault.SHORT_LIST):
+            length = len(content)
         if fault is Fault.LYING_LENGTH:
             content = content[: len(content) // 2]
             length = len(content)
@@ -276,11 +344,18 @@ class FaultProxy:
             if fault is Fault.DRIP:
                 self._ended.wait(HANG)
             elif fault is Fault.RESET:
-                # Closes without the usual exchange: the other end sees a reset.
-                to.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                to.connection.close()
+                return _reset(to)
             return None
         return _send(to, answer.status, passed, content, length)
+
+
+def _reset(to: Any) -> None:
+    """Closes without the usual exchange: the other end sees a reset."""
+    to.close_connection = True
+    to.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # The handler's files hold the socket too.
+    to.connection.shutdown(socket.SHUT_RD)
+    to.connection.close()
 
 
 def _lower(headers: Any) -> dict[str, str]:
