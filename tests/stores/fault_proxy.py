@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from holding import HANG
 
@@ -75,7 +75,12 @@ def is_list(request: Request) -> bool:
 
 def is_put_of(name: str) -> Callable[[Request], bool]:
     """Whether a request puts a whole object whose key ends in a name."""
-    return lambda request: request.method == "PUT" and request.path.partition("?")[0].endswith(name)
+
+    def matches(request: Request) -> bool:
+        path, _, query = request.path.partition("?")
+        return request.method == "PUT" and "partNumber=" not in query and unquote(path).endswith(name)
+
+    return matches
 
 
 def is_part(request: Request) -> bool:
