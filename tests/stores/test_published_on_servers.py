@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import zero_maker
 from fastshard.stores import placeholders, registry, result_prefix
 from fault_proxy import (
     Fault,
@@ -28,6 +30,7 @@ from helpers import FIXTURES, Ran, at_once, cli
 from holding import HANG
 from safetensors.numpy import save_file
 from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, moto_server, rclone_server, seaweedfs_server
+from tiny_models import model
 
 pytest.importorskip("obstore")
 
@@ -223,6 +226,23 @@ def test_a_result_on_seaweedfs_is_that_of_a_disk(on_seaweedfs: Served, tmp_path:
 @pytest.mark.parametrize("name", at_once(JOBS, ("hf of several files",)))
 def test_a_result_on_google_is_that_of_a_disk(on_gcs: Served, tmp_path: Path, name: str) -> None:
     publishes(on_gcs, tmp_path, name)
+
+
+@pytest.mark.slow
+def test_a_universal_result_is_that_of_a_disk(on_moto: Served, tmp_path: Path) -> None:
+    """It holds an optimizer's state, of a model whose config is known."""
+    live = model("llama", tmp_path / "model")
+    weights = {name: tensor.float() for name, tensor in live.state_dict().items()}
+    zero_maker.write(tmp_path / "ckpt", zero_maker.Run(2, 2, torch.bfloat16, [weights]))
+    live.config.save_pretrained(tmp_path / "ckpt")
+    for out in (on_moto.at("out"), tmp_path / "disk"):
+        ran = run("convert", tmp_path / "ckpt", out, "--to", "universal")
+        assert ran.code == 0, ran.out
+    equal(on_moto.read("out"), tmp_path / "disk")
+    assert run("verify", on_moto.at("out")).code == 0
+    for name, source in (("of a store", on_moto.at("out")), ("of a disk", tmp_path / "disk")):
+        assert run("merge", source, tmp_path / name, "--optimizer").code == 0
+    equal(read_folder(tmp_path / "of a store"), tmp_path / "of a disk")
 
 
 @pytest.mark.slow
@@ -595,6 +615,18 @@ def test_an_older_result_that_a_list_lacks_once_is_kept(spoiled: Spoiled) -> Non
     ran = spoiled.publish()
     assert ran.code == 2 and ran.having("FS504"), ran.out
     assert spoiled.served.read("out") == before
+
+
+@pytest.mark.parametrize("fault", [Fault.STATUS_403, Fault.LOST_REQUEST], ids=lambda fault: fault.name)
+def test_what_a_failed_run_says_holds_no_credentials(
+    spoiled: Spoiled, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up_soon(spoiled.proxy, monkeypatch)
+    spoiled.proxy.inject(fault, None, PUTS["a file"])
+    ran = cli(*spoiled.argv, spoiled.served.at("out"), *spoiled.options, "-vv", json_output=False)
+    assert ran.code == 2 and spoiled.served.at("out") in ran.err
+    for secret in (SECRET_KEY, ACCESS_KEY, "Signature", "uploadId"):
+        assert secret not in ran.out + ran.err, secret
 
 
 @pytest.mark.slow
