@@ -1,4 +1,6 @@
-"""A conversion from a bucket against a download and a conversion, and reads against those of obstore alone.
+"""Conversions from a bucket to a disk and to a bucket against a download, a conversion and an upload.
+
+Reads are compared with those of obstore alone.
 
     python benches/stores.py [--size 2GiB] [--rounds 3]
 
@@ -81,11 +83,11 @@ def find_environment(server: S3Server) -> dict[str, str]:
     }
 
 
-def find_rclone_remote(server: S3Server) -> str:
-    """Return the remote of the server for rclone, on its command line."""
+def find_rclone_remote(server: S3Server, prefix: str = "ranks") -> str:
+    """Return the remote of a prefix of the server for rclone, on its command line."""
     return (
         f":s3,provider=SeaweedFS,endpoint='{server.url}',access_key_id={ACCESS_KEY},"
-        f"secret_access_key={SECRET_KEY},force_path_style=true:models/ranks"
+        f"secret_access_key={SECRET_KEY},force_path_style=true:models/{prefix}"
     )
 
 
@@ -98,7 +100,7 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[float, str]:
     return time.perf_counter() - begin, (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
-def convert(source: str, out: Path, environment: dict[str, str]) -> tuple[float, int]:
+def convert(source: str, out: Path | str, environment: dict[str, str]) -> tuple[float, int]:
     """Convert a source to Hugging Face; return the seconds and the peak of anonymous memory in KiB."""
     command = [
         sys.executable,
@@ -126,6 +128,18 @@ def hash_result(out: Path) -> str:
     return hasher.hexdigest()
 
 
+def hash_stored_result(server: S3Server, prefix: str) -> str:
+    """Return the hash of the weights of a result in the bucket, and remove it."""
+    client, hasher = server.client(), hashlib.sha256()
+    listed = client.list_objects_v2(Bucket="models", Prefix=f"{prefix}/")["Contents"]
+    for key in sorted(one["Key"] for one in listed):
+        if key.endswith(".safetensors"):
+            for chunk in client.get_object(Bucket="models", Key=key)["Body"].iter_chunks(1 << 20):
+                hasher.update(chunk)
+        client.delete_object(Bucket="models", Key=key)
+    return hasher.hexdigest()
+
+
 def main() -> None:
     """Print the figures as JSON."""
     parser = argparse.ArgumentParser(
@@ -148,6 +162,8 @@ def main() -> None:
             "read_ratio": [],
             "seconds": [],
             "peer_seconds": [],
+            "to_bucket_ratio": [],
+            "to_bucket_seconds": [],
         }
         peaks = []
         for _ in range(arguments.rounds):
@@ -155,8 +171,15 @@ def main() -> None:
             ours = hash_result(place / "out")
             copied, _ = run(["rclone", "copy", remote, str(place / "copy")], environment)
             peer = copied + convert(str(place / "copy"), place / "out", environment)[0]
+            to_bucket, at_most = convert("s3://models/ranks", "s3://models/ours", environment)
+            peaks.append(at_most >> 10)
+            their_remote = find_rclone_remote(server, "theirs")
+            uploaded, _ = run(["rclone", "copy", str(place / "out"), their_remote], environment)
             assert hash_result(place / "out") == ours
+            assert hash_stored_result(server, "ours") == hash_stored_result(server, "theirs")
             shutil.rmtree(place / "copy")
+            figures["to_bucket_ratio"].append(to_bucket / (peer + uploaded))
+            figures["to_bucket_seconds"].append(to_bucket)
             figures["wall_ratio"].append(seconds / peer)
             figures["seconds"].append(seconds)
             figures["peer_seconds"].append(peer)

@@ -26,6 +26,7 @@ from ..common.options import StrPath
 from ..common.records import dataclass
 from ..common.stored_places import record_place
 from . import registry, result_prefix
+from .content_hashes import ContentHash
 from .store import Store, StoredFile
 
 __all__ = [
@@ -39,6 +40,9 @@ __all__ = [
 #: Bytes that are kept between reads, at most, and the part of a memory limit.
 _ROOM = 128 << 20
 _PART = 8
+#: The same of ranges of one file that wait to be hashed.
+_HASH_ROOM = 32 << 20
+_HASH_PART = 32
 #: Schemes of stores whose folders cannot be listed.
 _WITHOUT_FOLDERS = ("https", "http")
 #: Names of an address that the folders of placeholders have, and bytes of one on Linux.
@@ -223,7 +227,9 @@ def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: 
     limit = memory_budget.get_limit()
     room = _ROOM if limit is None else min(_ROOM, limit // _PART)
     listed = [(file.path, file.size, _mark_state(file)) for file in files]
-    registered = _core.StoreFolder(folder, root, listed, room, _reader(store, files))
+    registered = _core.StoreFolder(
+        folder, root, listed, room, _reader(store, files, lambda file: f"{root}/{file.path}")
+    )
     path = folder / single if single else folder
     at, address = folder, root
     for _ in names:
@@ -271,9 +277,23 @@ def _mark_state(file: StoredFile) -> int:
 
 
 def _reader(
-    store: Store, files: tuple[StoredFile, ...]
+    store: Store, files: tuple[StoredFile, ...], name_of: Callable[[StoredFile], str]
 ) -> Callable[[int, int, memoryview], list[Finding] | None]:
-    """Make the function by which the core reads a range of a file into a buffer."""
+    """Make the function by which the core reads a range of a file into a buffer.
+
+    Args:
+        store: the store.
+        files: its files, by their numbers.
+        name_of: returns a file's address.
+    """
+
+    limit = memory_budget.get_limit()
+    room = _HASH_ROOM if limit is None else min(_HASH_ROOM, limit // _HASH_PART)
+    hashes = {
+        number: ContentHash(file, name_of(file), room)
+        for number, file in enumerate(files)
+        if file.sha256 is not None
+    }
 
     def read(number: int, offset: int, buffer: memoryview) -> list[Finding] | None:
         file = files[number]
@@ -305,7 +325,8 @@ def _reader(
                 )
             ]
         buffer[:] = content
-        return None
+        content_hash = hashes.get(number)
+        return None if content_hash is None else content_hash.add(offset, content)
 
     return read
 

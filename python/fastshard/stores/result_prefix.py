@@ -16,6 +16,7 @@ After the last object the claim and the records are removed. Until then readers 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -271,12 +272,20 @@ class ResultPrefix:
         size = parts.size
         part_size = part_bytes(size)
         self._written.add(name)
-        try:
-            self._store.upload(name, _read_parts(parts, part_size), size, part_size, self._at_once)
-        except Exception:
-            # The answer may be lost after the store has put the object, whole: nobody else writes here.
-            if not self._has_appeared(name, size):
-                raise
+        left = _TRIES
+        while True:
+            left -= 1
+            taken: list[int] = []
+            try:
+                content = _read_parts(parts, part_size, taken)
+                return self._store.upload(name, content, size, part_size, self._at_once)
+            except Exception as error:
+                # The answer may be lost after the store has put the object, whole: nobody else writes here.
+                if self._has_appeared(name, size):
+                    return None
+                passes = isinstance(error, FastshardError) and error.code == codes.IO
+                if taken or not passes or not left:
+                    raise
 
     @_answers
     def record(self, name: str, content: str) -> None:
@@ -336,9 +345,11 @@ class ResultPrefix:
         if self._is_lost:
             return []
         try:
-            paths = {file.path for file in self._store.list_objects()}
-            mine = self._written | {*self.complete}
-            remove_all(self._store, {CLAIM, *(path for path in paths if is_own(path) or path in mine)})
+            # A list may be late: what was written is removed whether it is listed or not.
+            own = {file.path for file in self._store.list_objects() if is_own(file.path)}
+            files = self._written | {*self.complete}
+            records = {_DONE + name for name in {*self._recorded, *self.complete}}
+            remove_all(self._store, {CLAIM, *own, *files, *records})
         except Exception as error:
             return [_left(self.address, error, "objects of the failed run could not be removed")]
         return []
@@ -366,22 +377,22 @@ class ResultPrefix:
         """Put a claim where nobody has one, and find out whether the store honours conditions."""
         content = self._claim.to_bytes()
         self._mark = self._put_new(CLAIM, content)
-        self._probe(content, unconditional)
-        # Whoever listed before this claim was put may have put objects since.
         try:
+            self._probe(content, unconditional)
+            # Whoever listed before this claim was put may have put objects since.
             self._refuse_occupied(self._store.list_objects())
         except FastshardError:
-            self._store.remove(CLAIM)
+            with contextlib.suppress(Exception):
+                self._store.remove(CLAIM)
             raise
 
     def _probe(self, content: bytes, unconditional: bool) -> None:
-        try:
-            self._mark = self._store.put(CLAIM, content, NEW)
-        except ConditionFailed:
+        """Find out whether the store refuses to put the claim a second time."""
+        mark = self._repeat(lambda: self._put_if_new(CLAIM, content))
+        if mark is None:
             return
-        self._has_conditions = False
+        self._mark, self._has_conditions = mark, False
         if not unconditional:
-            self._store.remove(CLAIM)
             raise FastshardError.of(
                 codes.UNSUPPORTED,
                 "the store overwrites an object that was to be put only where there is none: two runs could "
@@ -497,22 +508,24 @@ class ResultPrefix:
     def _beat_once(self) -> None:
         """Put the claim anew, if it is still this run's."""
         with self._lock:
-            if self._is_lost:
+            if not self._is_lost:
+                self._repeat(self._put_beat)
+
+    def _put_beat(self) -> None:
+        now = replace(self._claim, beat=self._claim.beat + 1)
+        try:
+            if not self._has_conditions and not self._owns_claim():
+                self._is_lost = True
                 return
-            now = replace(self._claim, beat=self._claim.beat + 1)
-            try:
-                if not self._has_conditions and not self._owns_claim():
-                    self._is_lost = True
-                    return
-                condition = self._mark if self._has_conditions else None
-                self._mark, self._claim = self._store.put(CLAIM, now.to_bytes(), condition), now
-            except ConditionFailed:
-                found = find_claim(self._store)
-                if found is None or found[0].run != self._claim.run:
-                    self._is_lost = True
-                else:
-                    # The answer to an earlier put was lost.
-                    self._claim, self._mark = found
+            condition = self._mark if self._has_conditions else None
+            self._mark, self._claim = self._store.put(CLAIM, now.to_bytes(), condition), now
+        except ConditionFailed:
+            found = find_claim(self._store)
+            if found is None or found[0].run != self._claim.run:
+                self._is_lost = True
+            else:
+                # The answer to an earlier put was lost.
+                self._claim, self._mark = found
 
     def _owns_claim(self) -> bool:
         found = find_claim(self._store)
@@ -523,6 +536,24 @@ class ResultPrefix:
         self._beating.join()
 
     # --- objects
+
+    def _put_if_new(self, path: str, content: bytes) -> Mark | None:
+        """Put an object where there is none; return its mark, or None if the store refuses."""
+        try:
+            return self._store.put(path, content, NEW)
+        except ConditionFailed:
+            return None
+
+    def _repeat(self, request: Callable[[], T]) -> T:
+        """Make a request that does no harm if it is made twice, a few times if its answer is lost."""
+        left = _TRIES
+        while True:
+            left -= 1
+            try:
+                return request()
+            except FastshardError as error:
+                if error.code != codes.IO or not left:
+                    raise
 
     def _put_new(self, path: str, content: bytes) -> Mark:
         """Put an object where there is none. An answer that is lost is found out by reading the object.
@@ -620,9 +651,11 @@ def _unexpected(error: Exception, about: str) -> FastshardError:
     )
 
 
-def _read_parts(parts: FileParts, length: int) -> Iterator[bytes]:
+def _read_parts(parts: FileParts, length: int, taken: list[int]) -> Iterator[bytes]:
+    """Yield the parts of a file; ``taken`` gets the length of each."""
     try:
         while (part := parts.take(length)) is not None:
+            taken.append(len(part))
             yield part
     except _core.CoreError as error:
         raise from_core(error) from None

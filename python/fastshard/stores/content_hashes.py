@@ -1,0 +1,79 @@
+"""SHA-256 of files of a store, from the ranges that are read, compared with what the store states."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+from ..common import codes
+from ..common.errors import Finding
+from ..common.log import log
+from .store import Buffer, StoredFile
+
+__all__ = ["ContentHash"]
+
+
+class ContentHash:
+    """The SHA-256 of a file whose ranges are read in any order, by several threads.
+
+    Ranges before the next byte to hash are ignored, and those after it are kept for a while. A file that is
+    not read in full, or too far out of order, is not compared.
+    """
+
+    def __init__(self, file: StoredFile, name: str, room: int) -> None:
+        """Begin with nothing read.
+
+        Args:
+            file: a file of which the store states the SHA-256.
+            name: the file for users.
+            room: bytes of ranges that are kept.
+        """
+        self._file, self._name, self._room = file, name, room
+        self._hash = hashlib.sha256()
+        self._next = 0
+        self._kept: dict[int, Buffer] = {}
+        self._lock = threading.Lock()
+        self._has_given_up = False
+        #: True once the content was compared.
+        self.is_compared = False
+
+    def add(self, offset: int, content: Buffer) -> list[Finding] | None:
+        """Take a range that was read; return findings if the file is complete and another one than stated."""
+        with self._lock:
+            if self._has_given_up or self.is_compared or offset + len(content) <= self._next:
+                return None
+            if offset > self._next:
+                self._keep(offset, content)
+                return None
+            self._update(offset, content)
+            while self._kept and (first := min(self._kept)) <= self._next:
+                self._update(first, self._kept.pop(first))
+            if self._next < self._file.size:
+                return None
+            self.is_compared = True
+        if self._hash.hexdigest() == self._file.sha256:
+            log("stores", "%s: the content has the SHA-256 that the store states", self._name)
+            return None
+        return [
+            Finding.of(
+                codes.HASH,
+                "the content has another SHA-256 than the one that the store states",
+                file=self._name,
+                expected=f"sha256 {self._file.sha256}",
+                got=f"sha256 {self._hash.hexdigest()}",
+                help="run again; if it differs again, upload the file anew",
+            )
+        ]
+
+    def _update(self, offset: int, content: Buffer) -> None:
+        skipped = self._next - offset
+        if skipped < len(content):
+            self._hash.update(memoryview(content)[skipped:])
+            self._next = offset + len(content)
+
+    def _keep(self, offset: int, content: Buffer) -> None:
+        if sum(map(len, self._kept.values())) + len(content) > self._room:
+            self._has_given_up = True
+            self._kept.clear()
+        elif len(content) > len(self._kept.get(offset, b"")):
+            self._kept[offset] = content
