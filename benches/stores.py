@@ -153,6 +153,8 @@ def main() -> None:
         nbytes = write_model(place / "hf", parse_size(arguments.size))
         fastshard.convert(place / "hf", place / "ranks", to="megatron:legacy", tp=2, fsync=False)
         shutil.rmtree(place / "hf")
+        # A training leaves none; with one each side would read everything twice.
+        (place / "ranks/fastshard.manifest.json").unlink()
         environment, remote = find_environment(server), find_rclone_remote(server)
         server.client().create_bucket(Bucket="models")
         run(["rclone", "copy", str(place / "ranks"), remote], environment)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..common import codes, json_text, safe_files
+from ..common import codes, json_text, memory_budget, safe_files
 from ..common.addresses import is_address
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import item_size
@@ -110,8 +110,6 @@ def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
 #: Default budget in bytes, and the bytes added for a process that uses more already (torch alone may).
 _DEFAULT_MEMORY = 256 << 20
 _HEADROOM = 128 << 20
-#: Part of a memory limit that reads of stores take: twice that of `stores.placeholders`.
-_PART_OF_STORES = 4
 #: Bytes that headers, a manifest and its text take per byte of a name, and bytes that statistics take per
 #: tensor: twice the estimates of the core.
 _PER_NAME_BYTE = 8
@@ -132,9 +130,12 @@ def run_options(
         if memory is None
         else parse_size(memory, "memory")
     )
-    if memory is not None and any(h.reads_store() for h in holders if isinstance(h, _core.Catalog)):
-        # What requests bring, and what is kept of it.
-        budget -= budget // _PART_OF_STORES
+    if any(h.reads_store() for h in holders if isinstance(h, _core.Catalog)):
+        # What requests bring, and what is kept of it: it is there before the engine divides the rest.
+        if memory is None:
+            budget += 2 * memory_budget.STORE_ROOM
+        else:
+            budget -= 2 * (budget // memory_budget.PART_OF_STORES)
     return {"memory": budget, "threads": thread_count(threads), "scratch_dir": _find_scratch_folder()}
 
 

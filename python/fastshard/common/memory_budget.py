@@ -19,6 +19,10 @@ from .option_checks import checked, describe_later
 
 _LIMIT: ContextVar[int | None] = ContextVar("limit", default=None)
 
+#: Bytes of a store that are kept between reads, at most, and the part of a memory limit. Requests that are
+#: under way take as much again.
+STORE_ROOM = 128 << 20
+PART_OF_STORES = 8
 #: Files smaller than this are read without asking.
 _SMALL = 1 << 20
 #: Bytes of memory per byte of a text at least: it as bytes, as text, and what is made of it.

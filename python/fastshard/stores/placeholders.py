@@ -37,10 +37,7 @@ __all__ = [
     "note_unseen",
 ]
 
-#: Bytes that are kept between reads, at most, and the part of a memory limit.
-_ROOM = 128 << 20
-_PART = 8
-#: The same of ranges of one file that wait to be hashed.
+#: Bytes of ranges of one file that wait to be hashed, at most, and the part of a memory limit.
 _HASH_ROOM = 32 << 20
 _HASH_PART = 32
 #: Schemes of stores whose folders cannot be listed.
@@ -225,7 +222,9 @@ def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: 
             help="set TMPDIR to a folder that you may write to; they take no space",
         ) from None
     limit = memory_budget.get_limit()
-    room = _ROOM if limit is None else min(_ROOM, limit // _PART)
+    room = memory_budget.STORE_ROOM
+    if limit is not None:
+        room = min(room, limit // memory_budget.PART_OF_STORES)
     listed = [(file.path, file.size, _mark_state(file)) for file in files]
     registered = _core.StoreFolder(
         folder, root, listed, room, _reader(store, files, lambda file: f"{root}/{file.path}")
