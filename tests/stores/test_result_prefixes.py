@@ -19,7 +19,8 @@ from bucket_store import BucketStore, buckets_served
 from fastshard import FastshardError
 from fastshard.common import codes
 from fastshard.conversion import prefix_leavings
-from fastshard.stores import result_prefix
+from fastshard.conversion.distributed import split_runs
+from fastshard.stores import registry, result_prefix
 from holding import HANG
 from safetensors.numpy import save_file
 
@@ -250,7 +251,8 @@ import os, signal, sys
 sys.path[:0] = {paths!r}
 import fastshard
 from bucket_store import BucketStore, serve_buckets
-from fastshard.stores import result_prefix
+from fastshard.conversion.distributed import split_runs
+from fastshard.stores import registry, result_prefix
 serve_buckets()
 seen, at = [0], int(sys.argv[3])
 def die(what, path, done):
@@ -468,3 +470,39 @@ def test_clean_leaves_a_run_at_work_and_a_result_in_place(
     (left,) = fastshard.gc(address_of(out))
     assert left.fate == "removed"
     assert_is_result(out, source, tmp_path)
+
+
+def test_storage_options_reach_the_stores_of_a_call_and_nothing_else(
+    bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    class Recording(BucketStore):
+        def __init__(self, address: str, options: Any) -> None:
+            seen.append(dict(options))
+            super().__init__(address, options)
+
+    monkeypatch.setitem(registry.OPENERS, "bucket", Recording)
+    monkeypatch.setitem(registry.WRITERS, "bucket", Recording)
+    monkeypatch.setenv("FASTSHARD_LOG", "debug")
+    settings = {"endpoint": "https://example.org", "secret_access_key": "SECRET-MARKER"}
+    merge(source, address_of(tmp_path / "one"), storage_options=settings)
+    manifest = merge(address_of(tmp_path / "one"), address_of(tmp_path / "two"), storage_options=settings)
+    fastshard.open(address_of(tmp_path / "two"), storage_options=settings)
+    fastshard.verify(address_of(tmp_path / "two"), storage_options=settings)
+    assert fastshard.gc(address_of(tmp_path / "two"), storage_options=settings) == []
+    assert len(seen) > 4
+    assert all(options == settings for options in seen)
+    texts = [
+        *read_files(tmp_path / "two").values(),
+        json.dumps(manifest.document).encode(),
+        *capfd.readouterr(),
+    ]
+    assert not any("SECRET-MARKER" in str(text) for text in texts)
+    for wrong in ({"endpoint": 7}, ["endpoint=x"], "SECRET-MARKER"):
+        with pytest.raises(FastshardError, match="storage_options") as caught:
+            fastshard.open(address_of(tmp_path / "two"), storage_options=wrong)
+        assert caught.value.code == codes.USAGE
+        assert "SECRET-MARKER" not in str(caught.value)
+    with pytest.raises(FastshardError, match="storage_options"):
+        split_runs.begin(source, tmp_path / "three", None, parts=2, storage_options=settings)

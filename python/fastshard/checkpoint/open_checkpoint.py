@@ -19,7 +19,7 @@ from ..common import (
     placeholder_files,
     safe_files,
 )
-from ..common.addresses import is_address
+from ..common.addresses import check_settings, is_address
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
@@ -73,12 +73,13 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
             :attr:`Checkpoint.findings`.
     """
     given: dict[str, Any] = {**options}
+    settings = check_settings(given.pop("storage_options", None))
     named = {key: given[key] for key in _PATHS if is_address(given.get(key))}
     if not named and not any(is_address(path) for path in paths):
-        return _open(paths, options)
+        return _open(paths, cast("OpenOptions", given))
     from ..stores.placeholders import describe_roots, find_local_paths, note_unseen
 
-    local, roots = find_local_paths([*paths, *named.values()])
+    local, roots = find_local_paths([*paths, *named.values()], settings)
     replaced = {**given, **dict(zip(named, local[len(paths) :], strict=True))}
     checkpoint = _open(tuple(local[: len(paths)]), cast("OpenOptions", replaced))
     source = checkpoint.opened.source

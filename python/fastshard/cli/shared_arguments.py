@@ -58,7 +58,7 @@ _HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRE
 def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collection[str] | None = None) -> None:
     """Add the options of the given types, as the table defines them; ``only`` selects some."""
     for option in (option for kind in kinds for option in table(kind).values()):
-        if only is None or option.name in only:
+        if option.is_on_command_line and (only is None or option.name in only):
             group.add_argument(option.flag, help=option.help, **_how(option))
             if option.alias:
                 group.add_argument(f"--{option.alias}", dest=option.name, **_how(option) | _HIDDEN)
@@ -174,7 +174,8 @@ def looks(a: argparse.Namespace, writing: str) -> None:
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
     """Return the options of the given types, as the library takes them."""
-    return {name: _read(a, option) for kind in kinds for name, option in table(kind).items()}
+    options = [option for kind in kinds for option in table(kind).values() if option.is_on_command_line]
+    return {option.name: _read(a, option) for option in options}
 
 
 def _read(a: argparse.Namespace, option: Option) -> Any:

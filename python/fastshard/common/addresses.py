@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 
 from . import codes
 from .errors import FastshardError
 from .options import StrPath
 from .regex import compile_when_used
 
-__all__ = ["check_local", "find_scheme", "is_address", "make_upload_command", "refuse_address"]
+__all__ = [
+    "check_local",
+    "check_settings",
+    "find_scheme",
+    "is_address",
+    "make_upload_command",
+    "refuse_address",
+]
 
 _ADDRESS = compile_when_used(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -34,6 +42,27 @@ def check_local(path: object) -> None:
     """
     if isinstance(path, str) and is_address(path):
         raise refuse_address(path)
+
+
+def check_settings(settings: object) -> dict[str, str]:
+    """Return the settings of stores that a caller passes as ``storage_options``.
+
+    Raises:
+        FastshardError: ``FS515`` unless they are texts by name; values are not repeated.
+    """
+    if settings is None:
+        return {}
+    if isinstance(settings, Mapping) and all(
+        isinstance(name, str) and isinstance(value, str) for name, value in settings.items()
+    ):
+        return dict(settings)
+    raise FastshardError.of(
+        codes.USAGE,
+        "storage_options",
+        expected="a mapping of names to texts",
+        got=type(settings).__name__,
+        help='pass for example {"endpoint": "https://HOST", "region": "eu-central-1"}',
+    )
 
 
 def make_upload_command(source: str, address: str) -> str:

@@ -71,6 +71,8 @@ class Option:
     meaning: str = ""
     #: False where each of several processes that make a result together may choose for itself.
     is_common: bool = True
+    #: False for what only the API takes.
+    is_on_command_line: bool = True
 
     @property
     def flag(self) -> str:
@@ -86,6 +88,17 @@ class Option:
 class Source(TypedDict, total=False):
     """Options of :func:`fastshard.open`, except the vocabulary."""
 
+    storage_options: Annotated[
+        Mapping[str, str] | None,
+        Option(
+            "any",
+            "settings of stores: the endpoint, the region, credentials",
+            meaning="settings of the stores that addresses name, for all of them, by the names of obstore "
+            "(``endpoint``, ``region``, ``access_key_id``, ...) or of the hub (``endpoint``, ``token``). "
+            "They go before the environment; they are neither logged nor kept.",
+            is_on_command_line=False,
+        ),
+    ]
     step: Annotated[
         str | int | None,
         Option(

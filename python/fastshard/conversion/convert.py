@@ -226,7 +226,7 @@ def convert(
     find_destination_scheme(out, request, rank is not None or node_local)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
     arguments = {"to": to, "node_local": node_local, "expect": expect, "tokenizer": tokenizer}
-    alike = rendezvous.words_of({**arguments, **request.list_common(), **others})
+    alike = rendezvous.words_of({**arguments, **request.list_common(), **others, "storage_options": None})
     left = _left(out) if this is not None and not request.overwrite and request.resume else set()
     late = this is not None and not request.overwrite and left is not None and "complete" not in left
     own = (lambda: lending.digest_request(alike, lending.own_files(source))) if node_local else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.manifests import MANIFEST_NAME, Manifest
 from ..common import codes, memory_budget
-from ..common.addresses import find_scheme
+from ..common.addresses import check_settings, find_scheme
 from ..common.errors import FastshardError, Finding, carry
 from ..common.options import StrPath, WriteRequest
 from ..common.records import dataclass
@@ -107,7 +107,9 @@ def open_destination(
     from ..stores.result_prefix import ResultPrefix, part_bytes
 
     address = os.fspath(out)
-    store = registry.open_writable_store(scheme, scheme + address[len(scheme) :], {})
+    store = registry.open_writable_store(
+        scheme, scheme + address[len(scheme) :], check_settings(options.get("storage_options"))
+    )
     _refuse_inside(store.address, job)
     names, pointers = job.plan.core.written_names()
     names += [MANIFEST_NAME, *(name for name, _, _ in job.copies)]

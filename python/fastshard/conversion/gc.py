@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import _core
-from ..common.addresses import find_scheme
+from ..common.addresses import check_settings, find_scheme
 from ..common.errors import from_core
 from ..common.options import StrPath
 from ..common.records import dataclass
@@ -47,7 +47,12 @@ class Leaving:
 
 
 def gc(
-    out: StrPath, *, abandon: str | None = None, timeout: float | None = None, dry_run: bool = False
+    out: StrPath,
+    *,
+    abandon: str | None = None,
+    timeout: float | None = None,
+    dry_run: bool = False,
+    storage_options: Mapping[str, str] | None = None,
 ) -> list[Leaving]:
     """Removes the remains of interrupted runs at a destination that no run can resume.
 
@@ -56,6 +61,7 @@ def gc(
         abandon: a run to remove although it could be resumed: its id, or at least 8 digits of its folder.
         timeout: seconds within which a working process must show a sign of life; default 30.
         dry_run: report what would be removed, and remove nothing.
+        storage_options: settings of the store that an address names, as for :func:`fastshard.open`.
 
     Returns:
         The remains, and the fate of each.
@@ -67,7 +73,8 @@ def gc(
     if (scheme := find_scheme(out)) is not None:
         from . import prefix_leavings
 
-        return prefix_leavings.collect(scheme, os.fspath(out), abandon, patience, dry_run)
+        settings = check_settings(storage_options)
+        return prefix_leavings.collect(scheme, os.fspath(out), settings, abandon, patience, dry_run)
     try:
         found = _core.collect(os.fspath(out), abandon, patience, dry_run)
     except _core.CoreError as error:

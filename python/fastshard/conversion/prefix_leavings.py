@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import _core
@@ -25,12 +26,20 @@ _LOOK = 1.0
 _LEAST_DIGITS = 8
 
 
-def collect(scheme: str, address: str, abandon: str | None, patience: float, dry_run: bool) -> list[Leaving]:
+def collect(
+    scheme: str,
+    address: str,
+    settings: Mapping[str, str],
+    abandon: str | None,
+    patience: float,
+    dry_run: bool,
+) -> list[Leaving]:
     """Remove what ended runs have left at a prefix and no run can continue.
 
     Args:
         scheme: the scheme of the address.
         address: the destination of the runs.
+        settings: settings of the store.
         abandon: a run to remove although it could be continued: its id, or at least 8 digits of it.
         patience: seconds within which a run at work shows a sign of life.
         dry_run: report what would be removed, and remove nothing.
@@ -41,7 +50,7 @@ def collect(scheme: str, address: str, abandon: str | None, patience: float, dry
     Raises:
         FastshardError: ``FS501`` if the run to remove is not there; otherwise as the methods of the store.
     """
-    store = registry.open_writable_store(scheme, address, {})
+    store = registry.open_writable_store(scheme, address, settings)
     found = store.list_objects()
     claimed = find_claim(store) if any(file.path == CLAIM for file in found) else None
     if abandon is not None and (

@@ -81,6 +81,13 @@ def begin(
     request, others = split_request(options)
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= 100_000:
         raise refused("parts", "an integer from 1 to 100000", parts)
+    if others.pop("storage_options", None):
+        # The options are kept in a file that all processes read.
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            "storage_options with several processes",
+            help="set the environment of each process",
+        )
     if isinstance(source, (str, os.PathLike)):
         source = [source]
     about = {
