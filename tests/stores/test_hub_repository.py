@@ -342,7 +342,7 @@ def test_a_kept_address_whose_host_fails_is_asked_for_again(hub: HubServer) -> N
 
 
 def test_connections_are_used_again(hub: HubServer) -> None:
-    library = hub_requests._http_library()
+    library = hub_requests.http_library()
     huggingface_hub.set_client_factory(lambda: library.Client(limits=library.Limits(keepalive_expiry=None)))
     try:
         store = opened()

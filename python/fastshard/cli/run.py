@@ -15,6 +15,7 @@ from ..common.finding_facts import command_of
 from ..common.formatting import counted, human
 from ..common.log import log_to_stderr
 from ..common.records import replace
+from ..common.regex import compile_when_used
 from ..findings.proof import not_checked
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError, takes
@@ -30,6 +31,8 @@ _WORTH_A_RATE = 100_000_000
 _UNCHECKED = 2
 #: Exit codes that say something of a checkpoint.
 _FOUND = (1, 3)
+#: The end of a repository's name in the address of one commit.
+_AT_COMMIT = compile_when_used(r"^hf://[^@]+@[0-9a-f]{40}(/|$)")
 
 
 def _named(run: str) -> str:
@@ -378,6 +381,9 @@ class Run:
             return f"; the result at {render.printable(out)} is complete"
         # After a defect nobody knows; its finding says where to look.
         if self._destination is None or any(f.code == codes.INTERNAL for f in findings):
+            return ""
+        if any(f.severity == "error" and _AT_COMMIT.search(f.file or "") for f in findings):
+            # A commit of the hub that is made, and is not what it should be.
             return ""
         return f"; {UNPUBLISHED.replace('OUT', render.printable(self._destination))}"
 

@@ -478,6 +478,26 @@ class CheckingLoss(TypedDict, total=False):
     ]
 
 
+class Uploading(TypedDict, total=False):
+    """Options of a destination on the Hugging Face Hub."""
+
+    hf_branch: Annotated[
+        str | None,
+        Option(
+            "word",
+            "with OUT on the hub (hf://): the branch that gets the commit, made from main if it is missing; "
+            "the same as hf://ORG/NAME@BRANCH",
+            metavar="BRANCH",
+        ),
+    ]
+    hf_pr: Annotated[
+        bool,
+        Option(
+            "switch", "with OUT on the hub (hf://): open a pull request, and leave the branch as it is", False
+        ),
+    ]
+
+
 class Comparing(TypedDict, total=False):
     """Options for comparing the files of a source before a result is written."""
 
@@ -650,7 +670,7 @@ class Lending(TypedDict, total=False):
     ]
 
 
-class Merging(Published, Ranked, Lending, total=False):
+class Merging(Published, Ranked, Lending, Uploading, total=False):
     """Options of :func:`fastshard.merge`, besides the source and the destination."""
 
 

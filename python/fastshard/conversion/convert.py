@@ -36,6 +36,7 @@ from ..common.options import (
     Merging,
     Planned,
     StrPath,
+    Uploading,
     WriteOptions,
     WriteRequest,
     split_request,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .._core import RunOptions, WriteSettings
+    from ..stores.hub_upload import HubUpload
 
 __all__ = ["convert", "merge", "plan"]
 
@@ -175,13 +177,16 @@ def convert(
     node_local: bool = False,
     check_loss: StrPath | None = None,
     expect_loss: float | None = None,
+    hf_branch: str | None = None,
+    hf_pr: bool = False,
     **options: Unpack[WriteOptions],
 ) -> Manifest:
     """Converts a checkpoint and writes the result to ``out``, complete or not at all.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        out: destination directory; must not exist, or be empty, unless ``overwrite``.
+        out: destination directory; must not exist, or be empty, unless ``overwrite``. ``hf://org/name`` makes
+            the result one commit of a model repository of the Hugging Face Hub.
         to: target layout; None merges under the source's own names.
         expect: a manifest to check the source (or the result) against, or a config as for
             :func:`fastshard.open`. A manifest next to the source is used without this option.
@@ -204,6 +209,9 @@ def convert(
             manifest. A loss like that of an untrained model prevents the result. Only with ``to="hf"`` and
             without ``rank``.
         expect_loss: the loss that the trainer computed on the same tokens; another one prevents the result.
+        hf_branch: with ``out`` on the hub: the branch that gets the commit; it is made from ``main`` if it is
+            missing. The same as ``hf://org/name@branch``.
+        hf_pr: with ``out`` on the hub: open a pull request, and leave the branch as it is.
         options: options for writing, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
             ``check_hub``, files that were downloaded from Hugging Face's hub are compared with the hashes in
             its cache or ``--local-dir`` before anything is written (``FS308``); each file is read once more.
@@ -223,7 +231,8 @@ def convert(
         import torch  # noqa: F401
         import transformers  # noqa: F401
     request, others = split_request(options)
-    find_destination_scheme(out, request, rank is not None or node_local)
+    uploading: Uploading = {"hf_branch": hf_branch, "hf_pr": hf_pr}
+    find_destination_scheme(out, request, rank is not None or node_local, uploading)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
     arguments = {"to": to, "node_local": node_local, "expect": expect, "tokenizer": tokenizer}
     alike = rendezvous.words_of({**arguments, **request.list_common(), **others, "storage_options": None})
@@ -260,7 +269,10 @@ def convert(
             settings["patience"] = rendezvous.patience(wait)
         if shared is not None:
             settings["near"] = shared.near
-        with open_destination(out, job, request, settings, others) as destination, carrying(job.plan.core):
+        with (
+            open_destination(out, job, request, settings, others | uploading) as destination,
+            carrying(job.plan.core),
+        ):
             if destination.published is not None:
                 return destination.published
             written = job.plan.core.write(
@@ -275,6 +287,8 @@ def convert(
                 store=destination.prefix,
             )
             manifest = job.manifest(written)
+            if destination.upload is not None:
+                _record_outcome(destination.upload)
         manifest.findings += destination.findings
         if shared is not None:
             notes = [shared.report_bytes()] if this is not None and this.rank == 0 else []
@@ -535,8 +549,14 @@ def _complete(document: dict[str, Any], out: StrPath) -> Manifest:
     return Manifest(document, [finding])
 
 
-#: The plan that was written last, for :func:`get_last_outcome`.
-_latest: _core.Plan | None = None
+#: The plan that was written last, or its upload, for :func:`get_last_outcome`.
+_latest: _core.Plan | HubUpload | None = None
+
+
+def _record_outcome(of: HubUpload) -> None:
+    """Record that a result is published by an upload: the core has only written it to this host."""
+    global _latest
+    _latest = of
 
 
 def get_last_outcome() -> list[Finding]:

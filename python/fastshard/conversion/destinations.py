@@ -1,4 +1,4 @@
-"""Where a result is published: a directory of this host, or a prefix of a store."""
+"""Where a result is published: a directory of this host, a prefix of a store, or a repository of the hub."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from ..common.stored_places import record_place, show_text
 
 if TYPE_CHECKING:
     from .._core import WriteSettings
+    from ..common.options import Uploading
+    from ..stores.hub_upload import HubUpload
     from ..stores.result_prefix import ResultPrefix
     from .convert import Job
 
@@ -42,29 +44,55 @@ class Destination:
     prefix: ResultPrefix | None = None
     #: The manifest of a result that an earlier run has published, if nothing is left to write.
     published: Manifest | None = None
+    #: The upload that publishes the result on the hub.
+    upload: HubUpload | None = None
 
     @property
     def findings(self) -> list[Finding]:
         """Findings about the store."""
+        if self.upload is not None:
+            return self.upload.findings
         return [] if self.prefix is None else self.prefix.findings
 
 
-def find_destination_scheme(out: StrPath, request: WriteRequest, is_shared: bool) -> str | None:
+def find_destination_scheme(
+    out: StrPath, request: WriteRequest, is_shared: bool, uploading: Uploading
+) -> str | None:
     """Return the scheme of a destination in a store; None for a directory of this host.
 
     Args:
         out: the destination.
         request: how the result is written.
         is_shared: whether several processes write it together.
+        uploading: the options of a destination on the hub.
 
     Raises:
-        FastshardError: ``FS514`` for an option that a store does not take.
+        FastshardError: ``FS514`` for an option that a store does not take; ``FS515`` for an option of the hub
+            and another destination, or for a malformed address.
     """
     scheme = find_scheme(out)
+    if scheme == "hf":
+        from ..stores.hub_upload import parse_target
+
+        parse_target(os.fspath(out), uploading["hf_branch"])
+    elif uploading["hf_branch"] is not None or uploading["hf_pr"]:
+        raise FastshardError.of(
+            codes.USAGE,
+            "--hf-branch and --hf-pr are for a destination on the hub",
+            file=os.fspath(out),
+            expected="hf://ORG/NAME",
+            help="leave them out, or write hf://ORG/NAME as OUT",
+        )
     if scheme is None:
         return None
+    is_hub = scheme == "hf"
     refused = [
-        ("--overwrite", request.overwrite, "remove the older result first, or choose another prefix"),
+        ("--resume", is_hub and request.resume, "leave it out: a result on the hub is one commit, or none"),
+        (
+            "--overwrite",
+            request.overwrite and not is_hub,
+            "remove the older result first, or choose another prefix",
+        ),
         ("--rank and --node-local", is_shared, "write with one process, or to a shared file system"),
         ("--sparse", request.sparse, "leave it out: an object has no holes"),
     ]
@@ -102,6 +130,10 @@ def open_destination(
     scheme = find_scheme(out)
     if scheme is None:
         yield Destination(os.fspath(out))
+        return
+    if scheme == "hf":
+        with _stage_upload(os.fspath(out), job, request, settings, options) as destination:
+            yield destination
         return
     from ..stores import registry
     from ..stores.result_prefix import ResultPrefix, part_bytes
@@ -152,6 +184,41 @@ def open_destination(
             _end_failed(error, prefix, store.address)
             raise
     prefix.findings += prefix.finish()
+
+
+@contextlib.contextmanager
+def _stage_upload(
+    address: str, job: Job, request: WriteRequest, settings: WriteSettings, options: Mapping[str, Any]
+) -> Iterator[Destination]:
+    """Have a result written to a folder of this host, and make it one commit of the hub at the end.
+
+    The folder stays if the result is complete and its upload failed.
+    """
+    from ..stores.hub_upload import HubUpload
+
+    upload = HubUpload(
+        address,
+        branch=options.get("hf_branch"),
+        is_pull_request=options.get("hf_pr", False),
+        overwrite=request.overwrite,
+    )
+    upload.refuse_nested([show_text(os.fspath(root)) for root in job.checkpoint.roots])
+    # The folder is new; what is replaced lies on the hub.
+    settings["publish"] = request.to_dict() | {"overwrite": False}
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="fastshard-"))
+    path = folder / upload.name
+    try:
+        yield Destination(os.fspath(path), upload=upload)
+        upload.publish(path)
+    except BaseException as error:
+        if not path.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+        upload.explain_failure(error, path)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_inside(address: str, job: Job) -> None:

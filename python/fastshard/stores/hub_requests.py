@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Result = TypeVar("Result")
 
-__all__ = ["SHA256", "HubRequests"]
+__all__ = ["SHA256", "HubRequests", "http_library"]
 
 #: Seconds for which errors that pass are retried, and the bytes per second that a slow line still has.
 _PATIENCE = 60.0
@@ -55,6 +55,11 @@ _MOST_KEPT = 4096
 _EXPIRED = (400, 401, 403, 404, 410)
 #: Bytes of an answer's body that are read although nobody wants them, to use its connection again.
 _MOST_UNWANTED = 64 << 10
+
+#: Bytes of what the hub says of a user, at most.
+_MOST_OF_USER = 4 << 20
+#: Keys of the name and of the commit of a branch.
+_REF = ("name", "targetCommit")
 
 #: A SHA-256 in hexadecimal.
 SHA256 = compile_when_used(r"[0-9a-f]{64}")
@@ -167,6 +172,60 @@ class HubRequests:
                     help="pass a folder of it",
                 )
         return entries
+
+    def list_refs(self) -> dict[str, dict[str, str]]:
+        """Return the commits of ``branches``, ``tags`` and ``pullRequests``, by name."""
+        answer, _ = self._ask(self._api("refs?include_prs=1"), "commit")
+        refs: dict[str, dict[str, str]] = {}
+        for kind in ("branches", "tags", "pullRequests"):
+            rows = answer.get(kind) if isinstance(answer, dict) else None
+            refs[kind] = {}
+            for row in rows or ():
+                name, commit = (row.get(key) if isinstance(row, dict) else None for key in _REF)
+                if not isinstance(name, str) or not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+                    raise self.strange("the answer has a branch without a commit")
+                refs[kind][name] = commit
+        if not isinstance(answer, dict) or not isinstance(answer.get("branches"), list):
+            raise self.strange("the answer is no list of branches")
+        return refs
+
+    def list_commits(self, commit: str) -> list[str]:
+        """Return a commit and those before it, the newest first, as far as one page has them."""
+        answer, _ = self._ask(self._api(f"commits/{commit}"), "commit")
+        found = [row.get("id") if isinstance(row, dict) else None for row in answer or ()]
+        if not all(isinstance(one, str) for one in found):
+            raise self.strange("the answer is no list of commits")
+        return [str(one) for one in found]
+
+    def find_role(self) -> str | None:
+        """Return the role of the token, such as ``read`` or ``write``; None if the hub does not state it."""
+        import json
+
+        body = bytearray()
+        # It is asked once: what the token may do is known at the latest when it is used.
+        with contextlib.suppress(_Retry, ValueError, RecursionError):
+            with self._request(f"{self._endpoint}/api/whoami-v2", {}) as response:
+                if response.status_code != 200:
+                    return None
+                for part in response.iter_raw():
+                    body += part
+                    if len(body) > _MOST_OF_USER:
+                        return None
+            answer: Any = json.loads(body)
+            for key in ("auth", "accessToken", "role"):
+                answer = answer.get(key) if isinstance(answer, dict) else None
+            return answer if isinstance(answer, str) else None
+        return None
+
+    def find_token(self) -> str | None:
+        """Return the token of this user; None without one."""
+        header = self._headers(with_token=True).get("authorization", "")
+        return header.removeprefix("Bearer ") or None
+
+    @property
+    def endpoint(self) -> str:
+        """The address of the hub."""
+        return self._endpoint
 
     def read(self, commit: str, path: str, file: StoredFile, offset: int, length: int) -> bytearray:
         """Read a range of a file; what came before an error that passes is not read again."""
@@ -308,7 +367,7 @@ class HubRequests:
             raise self._offline()
         is_hub = _origin_of(url) == self._origin
         sent = {**self._headers(with_token=is_hub), "Accept-Encoding": "identity", **headers}
-        library = _http_library()
+        library = http_library()
         filter_logs(library.__name__)
         silence = max(_SILENCE, _download_timeout())
         form: dict[str, Any] = {"data": {"paths": paths, "expand": "false"}} if paths is not None else {}
@@ -619,7 +678,7 @@ def _download_timeout() -> float:
     return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
-def _http_library() -> Any:
+def http_library() -> Any:
     """Return the HTTP library of huggingface_hub: httpx, since version 2 httpx2."""
     from importlib import import_module
 

@@ -12,17 +12,22 @@ if TYPE_CHECKING:
     import logging
     from typing import Any
 
-__all__ = ["filter_logs", "secrets_hidden"]
+__all__ = ["filter_logs", "secrets_hidden", "secrets_hidden_everywhere"]
 
 #: Queries of addresses, in which signatures are, and tokens of headers.
 _SECRETS = compile_when_used(r"\?[^\s'\"<>]+|(?i:bearer)\s+[^\s'\"]+")
 _hiding: list[Any] = []
+#: One entry for each :func:`secrets_hidden_everywhere` that is open.
+_everywhere: list[None] = []
+#: Loggers of huggingface_hub that name addresses.
+_HUB_LOGGERS = ("utils._http", "lfs", "hf_api", "_commit_api", "utils._auth")
 
 
 def filter_logs(library: str) -> None:
     """Install the filter in the loggers of an HTTP library, once.
 
-    It changes only records that are made within :func:`secrets_hidden`, and so none of other users' requests.
+    It changes only records that are made within :func:`secrets_hidden`, and so none of other users' requests,
+    or within :func:`secrets_hidden_everywhere`.
     """
     if _hiding:
         return
@@ -36,14 +41,15 @@ def filter_logs(library: str) -> None:
 
         def filter(self, record: logging.LogRecord) -> bool:
             """Take secrets out of a record."""
-            if is_ours.get():
+            if _everywhere or is_ours.get():
                 record.msg, record.args = _SECRETS.sub("...", record.getMessage()), None
             return True
 
     hides = HidingFilter()
     core = library.replace("httpx", "httpcore")
     below = ("connection", "http11", "http2", "proxy", "socks")
-    for name in (library, *(f"{core}.{one}" for one in below), "huggingface_hub.utils._http"):
+    of_hub = (f"huggingface_hub.{one}" for one in _HUB_LOGGERS)
+    for name in (library, *(f"{core}.{one}" for one in below), *of_hub):
         logging.getLogger(name).addFilter(hides)
     _hiding.append(is_ours)
 
@@ -57,3 +63,13 @@ def secrets_hidden() -> Iterator[None]:
         yield
     finally:
         is_ours.reset(before)
+
+
+@contextlib.contextmanager
+def secrets_hidden_everywhere() -> Iterator[None]:
+    """Filter what all threads log meanwhile: a library may send requests from threads that it starts."""
+    _everywhere.append(None)
+    try:
+        yield
+    finally:
+        _everywhere.pop()

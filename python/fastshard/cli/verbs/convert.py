@@ -14,7 +14,7 @@ from ...checkpoint.manifests import MANIFEST_NAME, Manifest
 from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
-from ...common.options import CheckingLoss
+from ...common.options import CheckingLoss, Uploading
 from ...conversion.convert import convert as convert_checkpoint
 from ...conversion.distributed.node_local import SHARED_BYTES
 from ..render import human
@@ -48,6 +48,7 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
         add_options(parser.add_argument_group("loss"), CheckingLoss)
     add_shaping(parser)
     add_writing(parser)
+    add_options(parser.add_argument_group("hub"), Uploading)
     add_ranks(parser)
     add_node_local(parser)
     add_ray(parser)
@@ -72,12 +73,25 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     if a.ray is None:
         checking = {} if to is None else given(a, CheckingLoss)
         manifest = convert_checkpoint(
-            a.ckpt, a.out, to, **options, **checking, **ranked(a), node_local=a.node_local
+            a.ckpt,
+            a.out,
+            to,
+            **options,
+            **checking,
+            **given(a, Uploading),
+            **ranked(a),
+            node_local=a.node_local,
         )
     else:
         if to is not None and a.check_loss is not None:
             raise FastshardError.of(
                 codes.USAGE, "--check-loss and --ray", help="run `fastshard loss` on the result"
+            )
+        if a.hf_branch is not None or a.hf_pr:
+            raise FastshardError.of(
+                codes.USAGE,
+                "--hf-branch or --hf-pr, and --ray",
+                help="write the result to storage that all nodes see, then run `hf upload`",
             )
         from ...conversion.distributed.ray.convert import convert as convert_on_ray
 
