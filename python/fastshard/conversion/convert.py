@@ -564,7 +564,9 @@ def get_last_outcome() -> list[Finding]:
 
     The command line needs it if a signal arrives between the end of a call and the use of its result.
     """
-    return [] if _latest is None else _latest.told()
+    if _latest is None:
+        return []
+    return _latest.told() if isinstance(_latest, _core.Plan) else _latest.list_outcome()
 
 
 @contextlib.contextmanager

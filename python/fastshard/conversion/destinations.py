@@ -198,6 +198,7 @@ def _stage_upload(
 
     upload = HubUpload(
         address,
+        MANIFEST_NAME,
         branch=options.get("hf_branch"),
         is_pull_request=options.get("hf_pr", False),
         overwrite=request.overwrite,

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from .. import _core
-from ..checkpoint.manifests import MANIFEST_NAME, MAX_MANIFEST
 from ..common import codes, json_text
 from ..common.errors import FastshardError, Finding, carry, error_for
 from ..common.records import dataclass, replace
@@ -39,6 +38,8 @@ __all__ = ["HubUpload", "parse_target"]
 
 #: Names of files that belong to no checkpoint: they stay where a result is published.
 _STAYS = compile_when_used(r"(?i)\.gitattributes|(LICEN[CS]E|NOTICE).*|.*\.(md|png|jpe?g|gif|svg|webp)")
+#: Bytes of the manifest of an older result, at most.
+_MOST_OF_MANIFEST = 1 << 30
 #: The attributes of a repository, which the hub completes by itself when it takes large files.
 _ATTRIBUTES = ".gitattributes"
 _COMMIT = compile_when_used(r"[0-9a-f]{40}")
@@ -142,6 +143,7 @@ class HubUpload:
     def __init__(
         self,
         address: str,
+        manifest: str,
         *,
         branch: str | None = None,
         is_pull_request: bool = False,
@@ -153,6 +155,7 @@ class HubUpload:
 
         Args:
             address: ``hf://org/name[@branch][/folder]``.
+            manifest: name of the manifest in a result.
             branch: the branch, if the address names none.
             is_pull_request: open a pull request in the place of a commit of the branch.
             overwrite: replace an older result.
@@ -165,12 +168,13 @@ class HubUpload:
                 malformed address; ``FS507`` if the hub does not answer.
         """
         self._parts = parse_target(address, branch)
+        self._manifest = manifest
         self._is_pull_request, self._sleep = is_pull_request, sleep
         self._hub = HubRequests(self._parts, None, None, now, sleep)
         #: Findings for the result.
         self.findings: list[Finding] = []
         #: The commit that was made.
-        self._made: str | None = None
+        self._new_commit: str | None = None
         self._has_begun = False
         self._staged: Path | None = None
         if self._hub.find_token() is None:
@@ -216,7 +220,7 @@ class HubUpload:
                     help="choose another folder, branch or repository",
                 )
 
-    def told(self) -> list[Finding]:
+    def list_outcome(self) -> list[Finding]:
         """Return what became of the result."""
         if self.findings or self._staged is None or not self._staged.is_dir():
             return self.findings
@@ -287,7 +291,7 @@ class HubUpload:
         others = {one for one in here if not _STAYS.fullmatch(one.rpartition("/")[2])}
         if not others:
             return set()
-        manifest = self._folder + MANIFEST_NAME
+        manifest = self._folder + self._manifest
         if not overwrite:
             help_ = "choose another repository, branch or folder"
             if manifest in here:
@@ -320,9 +324,9 @@ class HubUpload:
         """Read the names of an older result's files from its manifest."""
         entry = self._before[path]
         size = (entry.get("lfs") or entry).get("size")
-        about = f"{self.address}/{MANIFEST_NAME}"
+        about = f"{self.address}/{self._manifest}"
         names: list[Any] = [None]
-        if type(size) is int and 0 < size <= MAX_MANIFEST:
+        if type(size) is int and 0 < size <= _MOST_OF_MANIFEST:
             file = StoredFile(path, size, f"{self._parent}/{entry['oid']}")
             document = json_text.value(
                 bytes(self._hub.read(self._parent, path, file, 0, size)),
@@ -381,7 +385,7 @@ class HubUpload:
             except BaseException:
                 self._remove_branch(api)
                 raise
-        self._made = commit
+        self._new_commit = commit
         self._check_commit(commit, files, removed)
         replaced = sorted(files.keys() & self._before.keys() - self._removable)
         kept = f"; it replaces {_list_some({*replaced})}" if replaced else ""
@@ -603,7 +607,7 @@ class HubUpload:
         return Finding.of(
             codes.INTERRUPTED,
             f"stopped before the result was compared on the hub{made}",
-            file=self._name_commit(self._made) if self._made else self.address,
+            file=self._name_commit(self._new_commit) if self._new_commit else self.address,
             help=f"run the command, or remove the complete result, which is kept in {folder}"
             if not made
             else f"look at the commits of the repository first; the complete result is kept in {folder}",
