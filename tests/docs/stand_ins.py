@@ -112,7 +112,8 @@ def aws(words: list[str]) -> int:
 def serve(_words: list[str]) -> int:
     """Serves S3 and the hub until the input ends; prints the variables by which they are reached.
 
-    The hub has `my-org/my-model`: its branch `main` and its tag `v1.0` are one commit.
+    The hub has `my-org/my-model`: its branch `main` and its tag `v1.0` are one commit. Results are published
+    in `my-org/published`, which is new.
     """
     sys.path[:0] = STORES
     from hub_server import serving_hub
@@ -120,6 +121,8 @@ def serve(_words: list[str]) -> int:
 
     with moto_server() as s3, serving_hub() as hub:
         hub.repo("my-org/my-model").commit(read_folder(MODEL), "main", "v1.0")
+        hub.repo("my-org/published").commit({".gitattributes": b""})
+        hub.tokens["hf_stand_in"] = {"my-org/my-model", "my-org/published"}
         variables = {
             "AWS_ENDPOINT_URL": s3.url,
             "AWS_ALLOW_HTTP": "true",
@@ -127,6 +130,9 @@ def serve(_words: list[str]) -> int:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": REGION,
             "HF_ENDPOINT": hub.endpoint,
+            "HF_TOKEN": "hf_stand_in",
+            # Its protocol is that of another service, which nothing stands in for.
+            "HF_HUB_DISABLE_XET": "1",
         }
         print(json.dumps(variables), flush=True)
         sys.stdin.read()

@@ -190,8 +190,9 @@ def test_a_missing_branch_is_made_from_main(hub: HubServer, fault: str | None) -
     if fault:
         hub.fail("branch", Fault(fault))
     hub.hooks["branch"] = lambda: assert_untouched(hub)
-    ran = cli("convert", HF, TARGET, "--to", "hf", "--hf-branch", "new")
+    ran = cli("convert", HF, TARGET, "--to", "hf", "--hf-branch", "new", json_output=False)
     assert ran.code == 0, ran.err
+    assert f"branch new; it replaces README.md: {TARGET}@{repo_of(hub).refs['new']}" in ran.out
     assert repo_of(hub).refs["main"] == main
     assert repo_of(hub).parents[repo_of(hub).refs["new"]] == main
     assert cli("verify", f"{TARGET}@new").code == 0

@@ -679,7 +679,7 @@ class HubUpload:
         one: BaseException | None = error
         while one is not None and one not in causes:
             causes.append(one)
-            response = response or getattr(one, "response", None)
+            response = getattr(one, "response", None) if response is None else response
             one = one.__cause__ or one.__context__
         status = getattr(response, "status_code", None)
         reason = "" if response is None else response.headers.get("x-error-code", "")

@@ -12,6 +12,7 @@ from typing import Any
 from ...checkpoint.dequantised import describe_record
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest
 from ...common import codes
+from ...common.addresses import find_scheme
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...common.options import CheckingLoss, Uploading
@@ -120,6 +121,10 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
     if verbose and manifest.left_out:
         text = "\n".join([text, "not taken from the source:", *(f"  {path}" for path in manifest.left_out)])
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == SHARED_BYTES)])
+    commits = [
+        f for f in manifest.findings if f.code == codes.PUBLISHED and find_scheme(f.file or "") == "hf"
+    ]
+    text = "\n".join([text, *(f"{finding.message}: {finding.file}" for finding in commits)])
     summary = {
         "out": str(out),
         "tensors": len(document["tensors"]),
