@@ -126,6 +126,7 @@ _Kind: TypeAlias = Literal[
     "once_per_file",
     "content",
     "reportable",
+    "resumable",
 ]
 
 @final

@@ -38,26 +38,26 @@ from ..common.options import (
     StrPath,
     Uploading,
     WriteOptions,
-    WriteRequest,
     split_request,
     table,
 )
 from ..common.progress import Progress, Report
-from ..common.records import dataclass, field, replace
+from ..common.records import replace
 from ..layouts.declaration import Source as Declared
 from ..models import sidecar_files
 from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
-from .companion_files import CopiedFile, along, find_left_out, from_above, hash_copies
+from .companion_files import along, find_left_out, from_above, hash_copies
 from .destinations import find_destination_scheme, open_destination
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
+from .job import Job
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .._core import RunOptions, WriteSettings
+    from .._core import RunOptions
     from ..stores.hub_upload import HubUpload
 
 __all__ = ["convert", "merge", "plan"]
@@ -293,47 +293,6 @@ def convert(
         if shared is not None:
             notes = [shared.report_bytes()] if this is not None and this.rank == 0 else []
             manifest.findings[:] = [*shared.named(manifest.findings), *notes]
-        return manifest
-
-
-@dataclass(frozen=True)
-class Job:
-    """A plan and everything that its run needs."""
-
-    checkpoint: Checkpoint
-    plan: Plan
-    #: Memory, threads and the like.
-    run: RunOptions
-    #: Files that go along with the result.
-    copies: list[CopiedFile]
-    #: Of these what comes from a folder above the checkpoint: where from, relative to it, by name.
-    above: dict[str, str]
-    #: True if the source was compared with a manifest, so that nothing in it can be swapped.
-    settled: bool
-    #: What was found before the work.
-    findings: list[Finding]
-    #: Files of the source that the result takes nothing of.
-    left_out: list[str]
-    #: Records that the manifest keeps besides those of the source, by name.
-    records: dict[str, Any] = field(default_factory=dict)
-
-    def set_up(self, request: WriteRequest) -> WriteSettings:
-        """Return the settings of a write, as the core takes them."""
-        return {
-            "threads": self.run["threads"],
-            "memory": self.run["memory"],
-            "publish": request.to_dict(),
-            "values": {**self.plan.source.files.values, **self.records},
-            "above": self.above,
-            "expected": self.settled,
-            "gate": self.checkpoint.opened.gate.to_dict(self.findings),
-        }
-
-    def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
-        """Make the manifest of the core's output."""
-        document, found = written
-        manifest = Manifest.written(document, [*self.findings, *found])
-        manifest.left_out = self.left_out
         return manifest
 
 

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from ..common.options import Uploading
     from ..stores.hub_upload import HubUpload
     from ..stores.result_prefix import ResultPrefix
-    from .convert import Job
+    from .job import Job
 
 __all__ = ["Destination", "find_destination_scheme", "open_destination"]
 
-#: Findings after which a run can be continued: they say nothing against what is written so far.
-_KEEPS = (codes.IO, codes.NO_SPACE, codes.PERMISSION, codes.TOO_MANY_FILES, codes.INTERRUPTED)
 #: The part of a memory limit that uploads take, and parts that one sends at a time.
 _PART_OF_UPLOADS = 4
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 2, 8
@@ -196,12 +194,15 @@ def _stage_upload(
     """
     from ..stores.hub_upload import HubUpload
 
+    store_settings = check_settings(options.get("storage_options"))
     upload = HubUpload(
         address,
         MANIFEST_NAME,
         branch=options.get("hf_branch"),
         is_pull_request=options.get("hf_pr", False),
         overwrite=request.overwrite,
+        endpoint=store_settings.get("endpoint"),
+        token=store_settings.get("token"),
     )
     upload.refuse_nested([show_text(os.fspath(root)) for root in job.checkpoint.roots])
     # The folder is new; what is replaced lies on the hub.
@@ -242,7 +243,7 @@ def _end_failed(error: BaseException, prefix: ResultPrefix, address: str) -> Non
     is_interrupt = not isinstance(error, FastshardError) or any(
         finding.code == codes.INTERRUPTED for finding in findings
     )
-    may_continue = all(finding.code in _KEEPS for finding in findings if finding.severity == "error")
+    may_continue = all(finding.is_a("resumable") for finding in findings if finding.severity == "error")
     if may_continue or is_interrupt:
         complete = prefix.leave()
         if complete or is_interrupt:

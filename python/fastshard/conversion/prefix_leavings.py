@@ -12,7 +12,7 @@ from ..common.errors import FastshardError
 from ..stores import registry
 from ..stores.result_prefix import BEAT, CLAIM, OWN_FOLDER, find_claim, is_own, remove_all, seize_claim
 from ..stores.store import ConditionFailed
-from .gc import Leaving
+from .leavings import Leaving
 
 if TYPE_CHECKING:
     from ..stores.result_prefix import Claim

@@ -148,6 +148,8 @@ class HubUpload:
         branch: str | None = None,
         is_pull_request: bool = False,
         overwrite: bool = False,
+        endpoint: str | None = None,
+        token: str | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -159,6 +161,8 @@ class HubUpload:
             branch: the branch, if the address names none.
             is_pull_request: open a pull request in the place of a commit of the branch.
             overwrite: replace an older result.
+            endpoint: address of the hub; default ``HF_ENDPOINT``.
+            token: default the user's.
             now: the clock that deadlines are taken from, in seconds.
             sleep: called with the seconds to wait.
 
@@ -170,7 +174,7 @@ class HubUpload:
         self._parts = parse_target(address, branch)
         self._manifest = manifest
         self._is_pull_request, self._sleep = is_pull_request, sleep
-        self._hub = HubRequests(self._parts, None, None, now, sleep)
+        self._hub = HubRequests(self._parts, endpoint, token, now, sleep)
         #: Findings for the result.
         self.findings: list[Finding] = []
         #: The commit that was made.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..common import codes
-from ..common.errors import FastshardError, error_for
+from ..common.errors import FastshardError
 from .objects import DEADLINE, ObjectStore
 from .store import NEW, ConditionFailed, Mark, StoredFile
 
@@ -22,8 +22,8 @@ __all__ = ["WritableObjectStore"]
 
 #: Seconds in which a part of an upload, with all its repetitions, succeeds or fails: parts are large.
 UPLOAD_DEADLINE = 360.0
-#: Parts that an upload of S3 has at most.
-MOST_PARTS = 10_000
+#: What the credentials of a destination have to allow.
+_RIGHTS = "list, read, put and delete objects there"
 
 
 class WritableObjectStore(ObjectStore):
@@ -141,24 +141,12 @@ class WritableObjectStore(ObjectStore):
         except (kinds.AlreadyExistsError, kinds.PreconditionError):
             is_refused, error = True, None
         except Exception as failed:
-            is_refused, error = False, self._explain(failed, about)
+            is_refused, error = False, self._explain(failed, about, "written", _RIGHTS)
         if is_refused or error is None:
             raise ConditionFailed(about)
-        raise _about_writing(error)
+        raise error
 
 
 def _mark(meta: Mapping[str, Any]) -> Mark:
     """Return the mark of an object's content, as obstore takes it: S3 has ETags, Google generations."""
     return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
-
-
-def _about_writing(error: FastshardError) -> FastshardError:
-    """Return an error whose words are those of a read, in those of a write."""
-    finding = error.findings[0]
-    message = finding.message.replace("cannot be read", "cannot be written").replace(
-        "while it was read", "while it was written"
-    )
-    help_ = finding.help
-    if error.code == codes.PERMISSION and help_ is not None and "may list and read" in help_:
-        help_ = "check that these credentials may list, read, put and delete objects there"
-    return error_for([finding.replace(message=message, help=help_)])

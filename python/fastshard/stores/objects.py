@@ -583,8 +583,17 @@ class ObjectStore:
             help="rename the object, or name a narrower prefix",
         )
 
-    def _explain(self, error: Exception, about: str) -> FastshardError:
-        """Return the finding for what obstore raised; of its text only numbers and codes go into it."""
+    def _explain(
+        self, error: Exception, about: str, done: str = "read", rights: str = "list and read it"
+    ) -> FastshardError:
+        """Return the finding for what obstore raised; of its text only numbers and codes go into it.
+
+        Args:
+            error: what obstore raised.
+            about: the address of the object.
+            done: what could not be done to it: ``read`` or ``written``.
+            rights: what the credentials have to allow.
+        """
         text = str(error)
         kinds = self._obstore.exceptions
         at = self._at
@@ -630,7 +639,7 @@ class ObjectStore:
             return of(
                 codes.PERMISSION,
                 f"is refused by {at.service}",
-                "check that these credentials may list and read it"
+                f"check that these credentials may {rights}"
                 if not at.is_web
                 else "check the address: a signed one may have expired",
                 got=got or "no right to read",
@@ -653,7 +662,7 @@ class ObjectStore:
                 if status >= 500 or status == 429
                 else "check the address and the endpoint"
             )
-            return of(codes.IO, f"cannot be read: {at.service} reports an error", help, got=got)
+            return of(codes.IO, f"cannot be {done}: {at.service} reports an error", help, got=got)
         if "NotPartial" in text or isinstance(error, kinds.NotSupportedError):
             return of(
                 codes.IO,
@@ -705,11 +714,12 @@ class ObjectStore:
         if "kind: Interrupted" in text or "response body error" in text:
             return of(
                 codes.IO,
-                "broke off while it was read, each time",
+                f"broke off while it was {done}, each time",
                 "check the network, and run again",
             )
         kind = _word(r"kind: (\w{1,32})", text) or type(error).__name__
-        return of(codes.IO, f"cannot be read from {at.service}", "check the network and run again", got=kind)
+        where = "read from" if done == "read" else "written to"
+        return of(codes.IO, f"cannot be {where} {at.service}", "check the network and run again", got=kind)
 
     def _credentials_help(self) -> str:
         if self._at.scheme == "gs":

@@ -144,6 +144,8 @@ pub enum Kind {
     Content,
     /// A checkpoint that was refused for it can have a report, although the code is not about checkpoints.
     Reportable,
+    /// It says nothing against what a run has written so far, so that the run can be continued.
+    Resumable,
 }
 
 /// One row of the table.
@@ -361,10 +363,10 @@ codes! {
     501 NO_SUCH_PATH Error CouldNotRun Names [NothingFound] "Path not found"
         "The path does not exist."
         "Check its spelling."
-    502 PERMISSION Error CouldNotRun Names [Unreadable LostFile PerFile] "Permission denied"
+    502 PERMISSION Error CouldNotRun Names [Unreadable LostFile PerFile Resumable] "Permission denied"
         "The path cannot be read or written."
         "Check its owner and mode, and whether it is mounted read-only."
-    503 NO_SPACE Error CouldNotRun Names [] "Not enough space"
+    503 NO_SPACE Error CouldNotRun Names [Resumable] "Not enough space"
         "The destination has too little space or too few inodes; the finding says what is needed and what is free."
         "Free space, or choose another OUT."
     504 OUT_EXISTS Error CouldNotRun Names [Reportable] "Output directory not empty"
@@ -376,7 +378,7 @@ codes! {
     506 SOURCE_CHANGED Error Problem Data [Unreadable LostFile PerFile Reportable] "Source changed while reading"
         "A source file changed while it was read."
         "Wait until the save has finished, and run again."
-    507 IO Error CouldNotRun Data [Unreadable LostFile PerFile Reportable] "Read or write error"
+    507 IO Error CouldNotRun Data [Unreadable LostFile PerFile Reportable Resumable] "Read or write error"
         "The operating system reported an error."
         "Check the storage and its logs."
     508 LEFTOVER_RUN Error CouldNotRun Names [] "Interrupted run found"
@@ -385,10 +387,10 @@ codes! {
     509 LOCKED Error CouldNotRun Names [] "Output in use"
         "Another process is writing to OUT."
         "Wait for it, or choose another OUT."
-    510 INTERRUPTED Error CouldNotRun Names [] "Interrupted"
+    510 INTERRUPTED Error CouldNotRun Names [Resumable] "Interrupted"
         "A user or a signal stopped the run, and it wrote nothing to OUT."
         "Continue with --resume."
-    511 TOO_MANY_FILES Error CouldNotRun Names [Unreadable LostFile] "Open-file limit too low"
+    511 TOO_MANY_FILES Error CouldNotRun Names [Unreadable LostFile Resumable] "Open-file limit too low"
         "The open-file limit is too low for this checkpoint."
         "Raise it with `ulimit -n`."
     512 MEMORY_BUDGET Error CouldNotRun Names [] "Memory limit too low"

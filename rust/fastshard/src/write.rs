@@ -6,6 +6,7 @@ pub(crate) mod complete;
 mod destination;
 mod file_parts;
 mod fill;
+mod filling;
 pub(crate) mod frames;
 pub(crate) mod options;
 mod outcome;

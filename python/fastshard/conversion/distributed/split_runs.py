@@ -20,7 +20,8 @@ from ...common.options import StrPath, WriteRequest, split_request
 from ...common.progress import Progress, Report
 from ...common.records import asdict, dataclass, replace
 from ...zarr import array_writer
-from ..convert import Job, carrying, prepared
+from ..convert import carrying, prepared
+from ..job import Job
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -161,7 +161,7 @@ fn refuse_address(out: &Path) -> Result<()> {
     if scheme.len() < 2 || !scheme.bytes().all(|b| b.is_ascii_alphanumeric()) || out.exists() {
         return Ok(());
     }
-    Err(Finding::new(codes::UNSUPPORTED, "results are not written to stores yet")
+    Err(Finding::new(codes::UNSUPPORTED, "only `merge` and `convert` publish results in stores")
         .file(out)
         .expected("a path on this machine", format!("an address of {scheme}://"))
         .help("write the result here, then copy the folder; fastshard.manifest.json goes along")

@@ -1,6 +1,6 @@
 //! Completes a result in its staging folder, and publishes it.
 
-use super::fill::Filling;
+use super::filling::Filling;
 use super::options::Run;
 use super::resume::{keeps, resumable};
 use super::uploads::Uploads;

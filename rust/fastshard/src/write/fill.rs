@@ -6,11 +6,11 @@ use std::thread::{self, Builder};
 
 use super::arrays::Arrays;
 use super::backlog::lock;
+use super::filling::Filling;
 use super::frames::{frames, underlay};
 use super::options::{engine_options, Run};
 use super::resume::keeps;
 use super::sink::StagedSink;
-use super::uploads::Uploads;
 use super::{outcome, piece, records};
 use crate::codes;
 use crate::distributed::prior::Prior;
@@ -23,16 +23,6 @@ use crate::publish::{OutFile, Staging};
 use crate::stats::Level;
 use crate::storage::only_read;
 use crate::topics;
-
-/// A run in its staging folder.
-pub(super) struct Filling<'a> {
-    pub(super) run: &'a Run<'a>,
-    pub(super) staging: &'a Staging,
-    /// What parts of the run have made before.
-    pub(super) prior: Option<&'a Prior>,
-    /// The uploads of a result that is published in a store.
-    pub(super) uploads: Option<&'a Uploads>,
-}
 
 /// The files of a result, opened.
 struct Opened {

@@ -28,7 +28,7 @@ pub(super) fn identities<'p>(
     let mut identities = HashMap::new();
     let files = plan.files.iter().zip(by_file).zip(frames).zip(outs).enumerate();
     for (number, (((file, inside), frame), out)) in files {
-        if let Some(identity) = uploads.and_then(|uploads| uploads.made().identity(number)) {
+        if let Some(identity) = uploads.and_then(|uploads| uploads.files().identity(number)) {
             identities.insert(file.name.as_str(), identity);
             continue;
         }

@@ -3,19 +3,17 @@
 use std::path::Path;
 
 use super::options::{Companion, Options};
-use crate::codes;
+use crate::codes::{self, Kind};
 use crate::error::{Error, Finding, Severity};
 
 /// True for errors that say nothing against what is written so far: the system's, and a companion's.
 pub(super) fn keeps(error: &Error, options: &Options) -> bool {
-    let of_system =
-        [codes::IO, codes::NO_SPACE, codes::PERMISSION, codes::TOO_MANY_FILES, codes::INTERRUPTED];
     let of_companion = |f: &Finding| {
         let named = |c: &Companion| f.file.as_deref() == Some(&*c.path.display().to_string());
         options.copies.iter().any(named)
     };
     let errors = error.findings().iter().filter(|f| f.severity == Severity::Error);
-    errors.into_iter().all(|f| of_system.contains(&f.code) || of_companion(f))
+    errors.into_iter().all(|f| f.code.is_a(Kind::Resumable) || of_companion(f))
 }
 
 /// Says how a run that stopped can be continued.

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use super::arrays::Arrays;
 use super::backlog::{lock, Backlog};
-use super::fill::Filling;
+use super::filling::Filling;
 use super::outcome;
 use super::records::{self, Claims, TileJournal};
 use super::uploads::Uploads;
@@ -116,7 +116,7 @@ impl<'a> StagedSink<'a> {
 
     /// Writes the checksums of all members into their files, but for those that are uploaded meanwhile.
     pub(super) fn finish(&self) -> Result<()> {
-        let is_uploaded = |number| self.uploads.is_some_and(|uploads| uploads.made().holds(number));
+        let is_uploaded = |number| self.uploads.is_some_and(|uploads| uploads.files().holds(number));
         (0..self.files.len())
             .filter(|number| !is_uploaded(*number))
             .try_for_each(|number| self.finish_file(number))
@@ -151,11 +151,11 @@ impl StagedSink<'_> {
     /// Finishes a file whose tensors are all written, and lets it be uploaded.
     fn finish_for_upload(&self, number: usize, uploads: &Uploads) -> Result<()> {
         self.finish_file(number)?;
-        let hashes = uploads.made().hashes(number);
+        let hashes = uploads.files().hashes(number);
         let out = self.files[number].as_ref().expect("no array");
         let about = &self.plan.files[number];
         let identity = outcome::read_back(self.plan, about, &self.by_file[number], &|i| hashes[&i], out)?;
-        uploads.made().finish(number, identity);
+        uploads.files().finish(number, identity);
         Ok(())
     }
 }
@@ -169,8 +169,8 @@ impl Sink for StagedSink<'_> {
         }
         let about = &self.outputs[output];
         if let Some(uploads) = self.uploads {
-            uploads.made().wait_for_room(self.control)?;
-            if uploads.made().is_stored(about.file as usize) {
+            uploads.files().wait_for_room(self.control)?;
+            if uploads.files().is_stored(about.file as usize) {
                 return Ok(());
             }
         }
@@ -204,7 +204,7 @@ impl Sink for StagedSink<'_> {
         if let Some(uploads) = self.uploads {
             // An interrupted run is continued by what the store has, not by what is here.
             let about = &self.outputs[output];
-            if uploads.made().add_tile(output, about, tile)? {
+            if uploads.files().add_tile(output, about, tile)? {
                 self.finish_for_upload(about.file as usize, uploads)?;
             }
             return Ok(());

@@ -26,15 +26,15 @@ const COMPLETE_AT_ONCE: usize = 8;
 #[derive(Debug)]
 pub(super) struct Uploads {
     destination: Arc<dyn Destination>,
-    made: Arc<MadeFiles>,
+    files: Arc<MadeFiles>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Uploads {
     /// No uploads yet.
     pub(super) fn new(destination: &Arc<dyn Destination>) -> Uploads {
-        let (made, threads) = (Arc::default(), Mutex::default());
-        Uploads { destination: Arc::clone(destination), made, threads }
+        let (files, threads) = (Arc::default(), Mutex::default());
+        Uploads { destination: Arc::clone(destination), files, threads }
     }
 
     /// Begins to upload the files whose bytes are final as they are made.
@@ -72,21 +72,21 @@ impl Uploads {
             )));
         }
         let count = files.iter().flatten().count().min(MADE_AT_ONCE);
-        self.made.set(files);
+        self.files.set(files);
         let mut threads = lock(&self.threads);
         for _ in 0..count {
-            let (made, destination) = (Arc::clone(&self.made), Arc::clone(&self.destination));
+            let (files, destination) = (Arc::clone(&self.files), Arc::clone(&self.destination));
             let thread = Builder::new()
                 .name("fastshard-upload".into())
-                .spawn(move || upload_made(&made, &*destination));
+                .spawn(move || upload_made(&files, &*destination));
             threads.push(thread.map_err(|error| Error::thread(&error))?);
         }
         Ok(())
     }
 
     /// The files that are made and uploaded at the same time.
-    pub(super) fn made(&self) -> &MadeFiles {
-        &self.made
+    pub(super) fn files(&self) -> &MadeFiles {
+        &self.files
     }
 
     /// Stores all of the result in `staging` that is not stored yet, and makes it appear: the names in `last` in their order
@@ -102,9 +102,12 @@ impl Uploads {
         last: &[&str],
         control: &Control,
     ) -> Result<()> {
-        self.made.wait_until_stored(false, control)?;
+        self.files.wait_until_stored(false, control)?;
         let is_made = |name: &str| {
-            plan.files.iter().position(|file| file.name == name).is_some_and(|number| self.made.holds(number))
+            plan.files
+                .iter()
+                .position(|file| file.name == name)
+                .is_some_and(|number| self.files.holds(number))
         };
         let last_names: BTreeSet<&str> = last.iter().copied().collect();
         let files: Vec<(&str, u64)> =
@@ -117,7 +120,7 @@ impl Uploads {
         self.destination.check(&before_last)?;
         for name in last {
             if is_made(name) {
-                self.made.wait_until_stored(true, control)?;
+                self.files.wait_until_stored(true, control)?;
             } else if *name == MANIFEST_NAME || files.iter().any(|(file, _)| file == name) {
                 // A name of a folder: what is in it is stored already.
                 self.destination.put_last(name, &staging.path().join(name))?;
@@ -129,7 +132,7 @@ impl Uploads {
 
 impl Drop for Uploads {
     fn drop(&mut self) {
-        self.made.stop(Finding::new(codes::INTERRUPTED, "the run has ended").into());
+        self.files.stop(Finding::new(codes::INTERRUPTED, "the run has ended").into());
         for thread in lock(&self.threads).drain(..) {
             let _ = thread.join();
         }
@@ -137,13 +140,13 @@ impl Drop for Uploads {
 }
 
 /// Uploads files that are made meanwhile, one after another.
-fn upload_made(made: &Arc<MadeFiles>, destination: &dyn Destination) {
-    while let Some((name, parts)) = made.choose() {
+fn upload_made(files: &Arc<MadeFiles>, destination: &dyn Destination) {
+    while let Some((name, parts)) = files.choose() {
         let upload = || {
             destination.upload(&name, parts)?;
-            made.content(&name)?.map_or(Ok(()), |content| destination.record(&name, &content))
+            files.content(&name)?.map_or(Ok(()), |content| destination.record(&name, &content))
         };
-        made.end_upload(&name, without_panic(upload));
+        files.end_upload(&name, without_panic(upload));
     }
 }
 
