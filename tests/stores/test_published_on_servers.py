@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zero_maker
-from fastshard.stores import placeholders, registry, result_prefix
+from fastshard.stores import claims, placeholders, registry, result_prefix
 from fault_proxy import (
     Fault,
     FaultProxy,
@@ -41,7 +41,7 @@ BUCKET = "results"
 BEARER = "SECRET-MARKER-OF-A-BEARER-0123456789"
 MANIFEST = "fastshard.manifest.json"
 INDEX = "model.safetensors.index.json"
-CLAIM = result_prefix.CLAIM
+CLAIM = claims.CLAIM
 #: Seconds after which requests that never succeed are given up.
 SOON = 2.0
 MEGATRON, HF = "sharded/megatron_legacy_tp2_pp2", "sharded/hf_sharded"
@@ -350,7 +350,7 @@ class Spoiled:
 @pytest.fixture
 def behind(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, FaultProxy]]:
     # Runs of this process have ended when they are continued.
-    monkeypatch.setattr(result_prefix._core, "is_process_dead", lambda process: (True, process))
+    monkeypatch.setattr(claims._core, "is_process_dead", lambda process: (True, process))
     monkeypatch.setattr(result_prefix, "_PAUSE", 0.01)
     with FaultProxy(moto.url) as proxy:
         yield serve(moto, proxy.url, monkeypatch), proxy
@@ -383,7 +383,7 @@ def elsewhere(
     request: pytest.FixtureRequest, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Spoiled]:
     """The large result, on other servers."""
-    monkeypatch.setattr(result_prefix._core, "is_process_dead", lambda process: (True, process))
+    monkeypatch.setattr(claims._core, "is_process_dead", lambda process: (True, process))
     monkeypatch.setattr(result_prefix, "_PAUSE", 0.01)
     options = ("--max-shard-size", "19MB")
     assert run("merge", large, tmp_path / "disk", *options).code == 0

@@ -20,7 +20,7 @@ from fastshard import FastshardError
 from fastshard.common import codes
 from fastshard.conversion import prefix_leavings
 from fastshard.conversion.distributed import split_runs
-from fastshard.stores import registry, result_prefix
+from fastshard.stores import claims, registry, result_prefix
 from holding import HANG
 from safetensors.numpy import save_file
 
@@ -35,7 +35,7 @@ CLAIM = ".fastshard/claim"
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BucketStore]]:
     monkeypatch.setattr(result_prefix, "_PAUSE", 0.0)
-    monkeypatch.setattr(result_prefix, "BEAT", 0.05)
+    monkeypatch.setattr(claims, "BEAT", 0.05)
     with buckets_served() as bucket:
         yield bucket
 
@@ -252,7 +252,7 @@ sys.path[:0] = {paths!r}
 import fastshard
 from bucket_store import BucketStore, serve_buckets
 from fastshard.conversion.distributed import split_runs
-from fastshard.stores import registry, result_prefix
+from fastshard.stores import claims, registry, result_prefix
 serve_buckets()
 seen, at = [0], int(sys.argv[3])
 def die(what, path, done):
@@ -465,7 +465,7 @@ def test_clean_leaves_a_run_at_work_and_a_result_in_place(
     alive.abandon()
     merge(source, address_of(out))
     (out / CLAIM).parent.mkdir(exist_ok=True)
-    claim = result_prefix.Claim("0" * 32, "0" * 64, "{}", (LAST,), LAST)
+    claim = claims.Claim("0" * 32, "0" * 64, "{}", (LAST,), LAST)
     (out / CLAIM).write_bytes(claim.to_bytes())
     (left,) = fastshard.gc(address_of(out))
     assert left.fate == "removed"

@@ -1,8 +1,9 @@
-"""Defects that a review of results in stores has found; each test fails until its defect is mended."""
+"""What a review of results in stores has found: races between runs, interrupts, limits, and true words."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,9 @@ import pytest
 from bucket_store import BucketStore, buckets_served
 from fastshard import FastshardError
 from fastshard.common import codes
+from fastshard.common.records import replace
 from fastshard.conversion import prefix_leavings
-from fastshard.stores import result_prefix
+from fastshard.stores import claims, result_prefix
 from helpers import FIXTURES, cli
 from holding import HANG
 from test_result_prefixes import (
@@ -43,7 +45,7 @@ CONFIG = '{"architectures": ["X"], "model_type": "x"}'
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BucketStore]]:
     monkeypatch.setattr(result_prefix, "_PAUSE", 0.0)
-    monkeypatch.setattr(result_prefix, "BEAT", 0.05)
+    monkeypatch.setattr(claims, "BEAT", 0.05)
     monkeypatch.setattr(prefix_leavings, "_LOOK", 0.01)
     with buckets_served() as bucket:
         yield bucket
@@ -93,7 +95,6 @@ class Run:
         return self.ended
 
 
-@pytest.mark.xfail(strict=True, reason="put_last asks no store whose the claim is")
 def test_a_run_whose_beats_have_failed_does_not_publish_while_another_is_at_work(
     bucket: type[BucketStore], source: Path, tmp_path: Path, prefixes: list[result_prefix.ResultPrefix]
 ) -> None:
@@ -109,7 +110,7 @@ def test_a_run_whose_beats_have_failed_does_not_publish_while_another_is_at_work
     def pause(what: str, path: str, done: bool) -> None:
         if what == "put" and path == MANIFEST and not done and not paused:
             set_hook(bucket, hold)
-            prefixes[0]._ends.set()
+            prefixes[0]._lease._ends.set()
             paused.append(Run(source, out, resume=True))
             assert at_work.wait(HANG)
 
@@ -122,7 +123,6 @@ def test_a_run_whose_beats_have_failed_does_not_publish_while_another_is_at_work
     assert first != "published" and LAST not in present
 
 
-@pytest.mark.xfail(strict=True, reason="abandon() removes objects without asking whose the claim is")
 def test_a_run_that_was_taken_over_removes_nothing_of_the_other_s_result(
     bucket: type[BucketStore], source: Path, tmp_path: Path, prefixes: list[result_prefix.ResultPrefix]
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_run_that_was_taken_over_removes_nothing_of_the_other_s_result(
     def pause(what: str, path: str, done: bool) -> None:
         if what == "upload" and path.startswith("model-00002") and not done and not others:
             set_hook(bucket)
-            prefixes[0]._ends.set()
+            prefixes[0]._lease._ends.set()
             others.append(Run(source, out, resume=True).wait())
             raise FastshardError.of(codes.IO, "the connection was reset", file=path)
 
@@ -141,7 +141,6 @@ def test_a_run_that_was_taken_over_removes_nothing_of_the_other_s_result(
     assert {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)} <= set(read_files(out))
 
 
-@pytest.mark.xfail(strict=True, reason="the other's object counts as its own: FS520")
 def test_a_run_that_was_taken_over_says_so(
     bucket: type[BucketStore], source: Path, tmp_path: Path, prefixes: list[result_prefix.ResultPrefix]
 ) -> None:
@@ -151,9 +150,9 @@ def test_a_run_that_was_taken_over_says_so(
     def pause(what: str, path: str, done: bool) -> None:
         if what == "upload" and path.startswith("model-00002") and not done and not others:
             set_hook(bucket)
-            prefixes[0]._ends.set()
+            prefixes[0]._lease._ends.set()
             others.append(Run(source, out, resume=True).wait())
-            prefixes[0]._beat_once()
+            prefixes[0]._lease.renew()
             raise FastshardError.of(codes.IO, "the connection was reset", file=path)
 
     set_hook(bucket, pause)
@@ -162,13 +161,12 @@ def test_a_run_that_was_taken_over_says_so(
     assert first.code in (codes.LOCKED, codes.IO)
 
 
-@pytest.mark.xfail(strict=True, reason="a seized claim has the dead run's plan and process")
 def test_clean_and_a_run_that_continues_exclude_one_another(
     bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, heirs = tmp_path / "out", []
     leave_two_files(bucket, source, out)
-    monkeypatch.setattr(result_prefix._core, "is_process_dead", lambda process: (True, process))
+    monkeypatch.setattr(claims._core, "is_process_dead", lambda process: (True, process))
 
     def overtake(what: str, path: str, done: bool) -> None:
         if what == "remove" and path.startswith("model-00001") and not done and not heirs:
@@ -183,7 +181,6 @@ def test_clean_and_a_run_that_continues_exclude_one_another(
         assert fastshard.verify(address_of(out)).ok
 
 
-@pytest.mark.xfail(strict=True, reason="no beats while _take_over removes what is left")
 def test_a_run_that_removes_what_another_has_left_shows_life(
     bucket: type[BucketStore], source: Path, tmp_path: Path
 ) -> None:
@@ -224,15 +221,12 @@ def lay_unfinished(
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(whole / name, path / name)
     (path / CLAIM).parent.mkdir()
-    claim = result_prefix.Claim("a" * 32, "0" * 64, "{}", tuple(order), order[-1])
+    claim = claims.Claim("a" * 32, "0" * 64, "{}", tuple(order), order[-1])
     (path / CLAIM).write_bytes(claim.to_bytes())
     shutil.rmtree(whole)
 
 
 @pytest.mark.parametrize("below", ["..", "global_step4"])
-@pytest.mark.xfail(
-    strict=True, reason="only a claim at the address itself is seen, not one above or below it"
-)
 def test_a_folder_in_or_above_an_unfinished_result_is_refused(
     bucket: type[BucketStore], tmp_path: Path, below: str
 ) -> None:
@@ -245,7 +239,6 @@ def test_a_folder_in_or_above_an_unfinished_result_is_refused(
     assert caught.value.code == codes.LEFTOVER_RUN
 
 
-@pytest.mark.xfail(strict=True, reason="the folder is made outside the try")
 def test_a_run_without_a_folder_for_temporary_files_leaves_no_claim(
     bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +254,6 @@ def test_a_run_without_a_folder_for_temporary_files_leaves_no_claim(
     assert not left and not beating
 
 
-@pytest.mark.xfail(strict=True, reason="it leaves a claim and says nothing")
 def test_an_interrupt_right_after_the_claim_leaves_none_or_says_so(
     bucket: type[BucketStore], source: Path, tmp_path: Path
 ) -> None:
@@ -299,9 +291,6 @@ def run_apart(*argv: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("memory", ["30MiB", "60MB"])
-@pytest.mark.xfail(
-    strict=True, reason="uploads take 64 MiB of any limit; the rest is negative, which is FS515"
-)
 def test_a_limit_that_is_enough_on_a_disk_is_enough_or_refused_in_its_own_words(
     tmp_path: Path, memory: str
 ) -> None:
@@ -314,7 +303,6 @@ def test_a_limit_that_is_enough_on_a_disk_is_enough_or_refused_in_its_own_words(
     assert ran.returncode == 0 or found == [codes.MEMORY_BUDGET], ran.stdout
 
 
-@pytest.mark.xfail(strict=True, reason="FS512 leaves out what uploads take, and so does its proposal")
 def test_the_limit_that_a_message_proposes_is_enough(tmp_path: Path) -> None:
     """Of 90 MB it says "found 21 MiB, expected at least 23 MiB", and proposes --memory 23MiB."""
     words = ("convert", HF, address_of(tmp_path / "out"), "--to", "dcp", "--json", "--memory")
@@ -346,9 +334,8 @@ def test_an_interrupt_does_not_wait_for_a_server_that_is_silent(source: Path, tm
             process.kill()
 
 
-@pytest.mark.xfail(strict=True, reason="OverflowError of int(inf) passes Claim.parse: FS520, of clean too")
 def test_a_claim_whose_beat_is_no_number_is_refused(bucket: type[BucketStore], tmp_path: Path) -> None:
-    content = result_prefix.Claim("a" * 32, "0" * 64, "{}", ("x",), "x").to_bytes()
+    content = claims.Claim("a" * 32, "0" * 64, "{}", ("x",), "x").to_bytes()
     (tmp_path / "out/.fastshard").mkdir(parents=True)
     (tmp_path / "out" / CLAIM).write_bytes(content.replace(b'"beat": 0', b'"beat": 1e999'))
     with pytest.raises(FastshardError) as caught:
@@ -356,20 +343,23 @@ def test_a_claim_whose_beat_is_no_number_is_refused(bucket: type[BucketStore], t
     assert caught.value.code == codes.OUT_EXISTS
 
 
-@pytest.mark.xfail(strict=True, reason="words of a claim go unquoted into a command that is proposed")
 def test_a_proposed_command_runs_nothing_that_a_claim_says(
     bucket: type[BucketStore], source: Path, tmp_path: Path
 ) -> None:
-    claim = result_prefix.Claim("$(touch /tmp/x)" + "a" * 20, "0" * 64, "{}", ("x",), "x")
+    claim = claims.Claim("$(touch /tmp/x)" + "a" * 20, "0" * 64, "{}", ("x",), "x")
     (tmp_path / "an out/.fastshard").mkdir(parents=True)
     (tmp_path / "an out" / CLAIM).write_bytes(claim.to_bytes())
     with pytest.raises(FastshardError) as caught:
         merge(source, address_of(tmp_path / "an out"))
+    assert caught.value.code == codes.OUT_EXISTS
+    assert "$(" not in str(caught.value)
+    (tmp_path / "an out" / CLAIM).write_bytes(replace(claim, run="a" * 32).to_bytes())
+    with pytest.raises(FastshardError) as caught:
+        merge(source, address_of(tmp_path / "an out"))
     (command,) = caught.value.findings[0].run
-    assert " $(" not in command and "/an out " not in command
+    assert shlex.split(command)[2] == address_of(tmp_path / "an out")
 
 
-@pytest.mark.xfail(strict=True, reason="the run says that it wrote nothing, and the whole result is there")
 def test_a_last_put_whose_fate_is_unknown_is_not_called_nothing(
     bucket: type[BucketStore], source: Path, tmp_path: Path
 ) -> None:
@@ -390,7 +380,6 @@ def test_a_last_put_whose_fate_is_unknown_is_not_called_nothing(
 
 
 @pytest.mark.parametrize("how", ["one slash", "writer", "copy-local"])
-@pytest.mark.xfail(strict=True, reason="stale words: results are written to stores by merge and convert")
 def test_an_address_that_is_refused_is_refused_in_true_words(tmp_path: Path, how: str) -> None:
     with pytest.raises(FastshardError) as caught:
         if how == "one slash":

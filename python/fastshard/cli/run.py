@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from ..common import codes, memory_budget, safe_files
+from ..common.addresses import is_address
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from ..common.finding_facts import command_of
 from ..common.formatting import counted, human
@@ -385,6 +386,8 @@ class Run:
         if any(f.severity == "error" and _AT_COMMIT.search(f.file or "") for f in findings):
             # A commit of the hub that is made, and is not what it should be.
             return ""
+        if is_address(self._destination) and any(f.code == codes.LEFTOVER_RUN for f in findings):
+            return f"; the run at {render.printable(self._destination)} is not finished"
         return f"; {UNPUBLISHED.replace('OUT', render.printable(self._destination))}"
 
 

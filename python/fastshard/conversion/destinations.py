@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, Manifest
 from ..common import codes, memory_budget
 from ..common.addresses import check_settings, find_scheme
 from ..common.errors import FastshardError, Finding, carry
 from ..common.options import StrPath, WriteRequest
 from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from ..common.stored_places import record_place, show_text
 
 if TYPE_CHECKING:
@@ -28,8 +30,12 @@ __all__ = ["Destination", "find_destination_scheme", "open_destination"]
 
 #: The part of a memory limit that uploads take, and parts that one sends at a time.
 _PART_OF_UPLOADS = 4
-_LEAST_AT_ONCE, _MOST_AT_ONCE = 2, 8
+_MOST_AT_ONCE = 8
+#: Bytes of a memory limit that a run has besides uploads, at least.
+_LEAST_REST = 24 << 20
 _NAME = "result"
+#: An address of which `pathlib` has kept one slash.
+_CUT_ADDRESS = compile_when_used(r"(s3|gs|hf):/")
 
 
 @dataclass
@@ -134,7 +140,7 @@ def open_destination(
             yield destination
         return
     from ..stores import registry
-    from ..stores.result_prefix import ResultPrefix, part_bytes
+    from ..stores.result_prefix import ResultPrefix
 
     address = os.fspath(out)
     store = registry.open_writable_store(
@@ -150,34 +156,27 @@ def open_destination(
         "sparse": True,
         "io": "buffered",
     }
-    limit = memory_budget.get_limit() or settings["memory"]
-    parts = limit // _PART_OF_UPLOADS // part_bytes(0) // 2 - 2
-    prefix = ResultPrefix(
-        store,
-        job.plan.core.digest(),
-        names,
-        last,
-        resume=request.resume,
-        unconditional="unconditional" in options.get("accept", ()),
-        at_once=min(max(parts, _LEAST_AT_ONCE), _MOST_AT_ONCE),
-    )
-    if prefix.is_published:
-        found = store.fetch(MANIFEST_NAME)
-        left = prefix.finish()
-        text = "" if found is None else found[0].decode()
-        yield Destination(address, prefix, Manifest.written(text, left))
-        return
-    if memory_budget.get_limit() is not None:
-        settings["memory"] -= prefix.upload_memory
+    at_once = _divide_memory(settings, store.address)
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="fastshard-") as folder:
-        path = Path(folder, _NAME)
-        staged = path.with_name(f".{_NAME}.fastshard-{job.plan.core.digest()[:16]}")
-        for stand_in in (path, staged, staged / "data"):
-            record_place(stand_in, store.address)
+        prefix = ResultPrefix(
+            store,
+            job.plan.core.digest(),
+            names,
+            last,
+            resume=request.resume,
+            unconditional="unconditional" in options.get("accept", ()),
+            at_once=at_once,
+        )
         try:
-            yield Destination(os.fspath(path), prefix)
+            path = Path(folder, _NAME)
+            record_place(path, store.address)
+            published = None
+            if prefix.is_published:
+                found = store.fetch(MANIFEST_NAME)
+                published = Manifest.written("" if found is None else found[0].decode(), prefix.findings)
+            yield Destination(os.fspath(path), prefix, published)
         except BaseException as error:
             _end_failed(error, prefix, store.address)
             raise
@@ -221,6 +220,36 @@ def _stage_upload(
         upload.explain_failure(error, path)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _divide_memory(settings: WriteSettings, address: str) -> int:
+    """Take from a memory limit what uploads take; return how many parts each of them sends at a time.
+
+    Raises:
+        FastshardError: ``FS512`` if the limit does not hold uploads.
+    """
+    from ..stores.result_prefix import upload_memory
+
+    limit = memory_budget.get_limit()
+    at_once = _MOST_AT_ONCE
+    while at_once > 1 and upload_memory(at_once) > (limit or settings["memory"]) // _PART_OF_UPLOADS:
+        at_once -= 1
+    if limit is None:
+        return at_once
+    settings["memory"] -= upload_memory(at_once)
+    needed = _core.anonymous_memory() + _LEAST_REST
+    if settings["memory"] < needed:
+        least = needed + upload_memory(1) + _LEAST_REST
+        raise FastshardError.of(
+            codes.MEMORY_BUDGET,
+            "the memory budget is too small for uploads",
+            file=address,
+            expected=f"at least {-(-least >> 20)} MiB",
+            got=f"{limit >> 20} MiB",
+            help="allow more memory",
+            run=[f"--memory {-(-least >> 20)}MiB"],
+        )
+    return at_once
 
 
 def _refuse_inside(address: str, job: Job) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from .. import _core
 from ..common import codes
 from ..common.errors import FastshardError
-from ..stores import registry
-from ..stores.result_prefix import BEAT, CLAIM, OWN_FOLDER, find_claim, is_own, remove_all, seize_claim
+from ..stores import claims, registry
+from ..stores.claims import CLAIM, OWN_FOLDER, find_claim, is_own
 from ..stores.store import ConditionFailed
 from .leavings import Leaving
 
 if TYPE_CHECKING:
-    from ..stores.result_prefix import Claim
+    from ..stores.claims import Claim
     from ..stores.store import Mark, StoredFile, WritableStore
 
 __all__ = ["collect"]
@@ -72,7 +72,7 @@ def collect(
         # The result is in place.
         return _remove(store, claim, own, dry_run, mark)
     files = [file for file in found if claim.holds(file.path)]
-    if _is_alive(store, claim, mark, max(patience, 2 * BEAT)):
+    if _is_alive(store, claim, mark, max(patience, 2 * claims.BEAT)):
         return [_describe(store, claim, [*own, *files], "at_work")]
     if abandon is None and any(file.path != CLAIM for file in own):
         return [_describe(store, claim, [*own, *files], "resumable")]
@@ -96,13 +96,22 @@ def _remove(
     store: WritableStore, claim: Claim | None, files: list[StoredFile], dry_run: bool, mark: Mark = None
 ) -> list[Leaving]:
     """Remove objects, once no other run can take their claim over."""
-    if not dry_run:
-        if claim is not None:
-            try:
-                seize_claim(store, claim, mark)
-            except ConditionFailed:
-                return [_describe(store, claim, files, "at_work")]
-        remove_all(store, [file.path for file in files])
+    paths = {file.path for file in files}
+    if dry_run:
+        pass
+    elif claim is None:
+        for path in paths:
+            store.remove(path)
+    else:
+        try:
+            # Nobody continues the run from now on.
+            lease = claims.seize(store, claim, mark)
+        except ConditionFailed:
+            return [_describe(store, claim, files, "at_work")]
+        try:
+            lease.remove({*paths, CLAIM})
+        finally:
+            lease.stop()
     return [_describe(store, claim, files, "removed")]
 
 

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,7 +26,8 @@ from ..common.log import log
 from ..common.options import StrPath
 from ..common.records import dataclass
 from ..common.stored_places import record_place
-from . import registry, result_prefix
+from . import registry
+from .claims import CLAIM, MOST_BYTES, OWN_FOLDER, Claim, find_claim, is_own
 from .content_hashes import ContentHash
 from .store import Store, StoredFile
 
@@ -131,6 +133,7 @@ def count_requests() -> tuple[int, int]:
 
 def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredRoot:
     """Return the placeholders of a root, which are made if there are none for the files that it has now."""
+    _refuse_unfinished_above(scheme, address, options)
     store = registry.open_store(scheme, address, options)
     files, single, shown = _leave_out_records(store, store.list_files()), None, store.address
     folder, _, name = shown.rstrip("/").rpartition("/")
@@ -154,25 +157,59 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
 
 
 def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFile, ...]:
-    """Leave out the records of a run that published its result here.
+    """Leave out the records of runs that published their results here.
 
     Raises:
-        FastshardError: ``FS508`` if a run has not published its result yet.
+        FastshardError: ``FS508`` if a run has not published its result yet, here or in a folder.
     """
-    paths = {file.path: file for file in files}
-    claim = paths.get(result_prefix.CLAIM)
-    if claim is not None:
-        about = f"{store.address}/{claim.path}"
-        read = result_prefix.Claim.parse(bytes(store.read(claim, 0, claim.size)), about)
-        if read.last not in paths:
-            raise FastshardError.of(
-                codes.LEFTOVER_RUN,
-                "the result is not complete: a run is writing it, or was interrupted",
-                file=store.address,
-                expected=read.last,
-                help="wait until the run has ended, or continue it with --resume",
-            )
-    return tuple(file for file in files if not result_prefix.is_own(file.path))
+    paths = {file.path for file in files}
+    for file in files:
+        if file.path == CLAIM or file.path.endswith(f"/{CLAIM}"):
+            prefix, about = file.path.removesuffix(CLAIM), f"{store.address}/{file.path}"
+            content = b"" if file.size > MOST_BYTES else bytes(store.read(file, 0, file.size))
+            claim = Claim.parse(content, about)
+            if prefix + claim.last not in paths:
+                raise _unfinished(f"{store.address}/{prefix}".rstrip("/"), claim)
+    return tuple(file for file in files if not is_own(file.path) and f"/{OWN_FOLDER}" not in file.path)
+
+
+def _refuse_unfinished_above(scheme: str, address: str, options: Mapping[str, str]) -> None:
+    """Refuse an address inside of a result that is not complete.
+
+    Raises:
+        FastshardError: ``FS508``.
+    """
+    if not registry.is_written_to(scheme):
+        return
+    bucket, *names = address.partition("://")[2].rstrip("/").split("/")
+    above = [f"{scheme}://{'/'.join([bucket, *names[:count]])}" for count in range(len(names))]
+
+    def find(prefix: str) -> FastshardError | None:
+        try:
+            store = registry.open_writable_store(scheme, prefix, options)
+            found = find_claim(store)
+            if found is None or store.find(found[0].last) is not None:
+                return None
+        except FastshardError:
+            # What lies above may not be for this user to read, or no claim.
+            return None
+        inside = address.rstrip("/").removeprefix(f"{prefix}/")
+        return _unfinished(prefix, found[0]) if found[0].touches(inside) else None
+
+    with ThreadPoolExecutor(len(above) or 1) as pool:
+        for refused in pool.map(find, above):
+            if refused is not None:
+                raise refused
+
+
+def _unfinished(address: str, claim: Claim) -> FastshardError:
+    return FastshardError.of(
+        codes.LEFTOVER_RUN,
+        "the result is not complete: a run is writing it, or was interrupted",
+        file=address,
+        expected=claim.last,
+        help="wait until the run has ended, or continue it with --resume",
+    )
 
 
 def _list_beside(

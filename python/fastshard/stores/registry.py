@@ -10,7 +10,7 @@ from ..common.errors import FastshardError
 from ..common.near_words import nearest
 from .store import Store, WritableStore
 
-__all__ = ["OPENERS", "WRITERS", "open_store", "open_writable_store"]
+__all__ = ["OPENERS", "WRITERS", "is_written_to", "open_store", "open_writable_store"]
 
 #: Makes a store of an address and of options.
 Opener = Callable[[str, Mapping[str, str]], Store]
@@ -51,6 +51,11 @@ def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
     module, name = _STORES[scheme]
     store: Store = getattr(importlib.import_module(f".{module}", __package__), name)(address, options)
     return store
+
+
+def is_written_to(scheme: str) -> bool:
+    """Return True for a scheme of stores that results are written to, object by object."""
+    return scheme in WRITERS or scheme in _WRITTEN
 
 
 def open_writable_store(scheme: str, address: str, options: Mapping[str, str]) -> WritableStore:

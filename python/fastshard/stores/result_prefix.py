@@ -18,45 +18,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
-import threading
+import shlex
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import codes
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.log import log
-from ..common.records import dataclass, replace
+from . import claims
+from .claims import CLAIM, OWN_FOLDER, TRIES, Claim, Lease, find_claim, is_own, repeat
 from .store import NEW, ConditionFailed, Mark, StoredFile, WritableStore
 
 if TYPE_CHECKING:
     from .._core import FileParts
 
-__all__ = [
-    "BEAT",
-    "CLAIM",
-    "OWN_FOLDER",
-    "Claim",
-    "ResultPrefix",
-    "find_claim",
-    "is_own",
-    "part_bytes",
-    "remove_all",
-    "seize_claim",
-]
+__all__ = ["ResultPrefix", "part_bytes", "upload_memory"]
 
-#: The folder of what is no part of a result.
-OWN_FOLDER = ".fastshard/"
-CLAIM = OWN_FOLDER + "claim"
 _DONE = OWN_FOLDER + "done/"
-#: Seconds between two beats of a run.
-BEAT = 10.0
-#: Beats that a run may miss before it counts as dead.
-_MISSED = 3
 #: Bytes of a part of an upload, at least.
 _PART = 8 << 20
 #: Parts that an upload has at most, with a reserve.
@@ -68,102 +50,18 @@ _WORTH_RECORDING = 1 << 20
 #: Times that the prefix is listed before a difference counts, and seconds between them.
 _LOOKS = 3
 _PAUSE = 1.0
-#: Times that a put is begun whose answer was lost.
-_TRIES = 3
-#: Requests for small objects at a time.
+#: Requests for records at a time.
 _PARALLEL = 8
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The claim of a run on a prefix."""
-
-    run: str
-    #: Digest of its plan.
-    plan: str
-    #: Identity of its process.
-    process: str
-    #: Names of its files; one that ends in a slash is a folder.
-    names: tuple[str, ...]
-    #: The object that is put last.
-    last: str
-    #: Number of its beats.
-    beat: int = 0
-
-    @classmethod
-    def parse(cls, content: bytes, about: str) -> Claim:
-        """Read a claim.
-
-        Raises:
-            FastshardError: ``FS504`` if the object is none.
-        """
-        try:
-            read = json.loads(content)
-            texts = [read[name] for name in ("run", "plan", "process", "last")]
-            names = read["names"]
-            if read["version"] != 1 or not all(isinstance(text, str) for text in [*texts, *names]):
-                raise ValueError
-            run, plan, process, last = texts
-            return cls(run, plan, process, tuple(names), last, int(read["beat"]))
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise FastshardError.of(
-                codes.OUT_EXISTS,
-                "is no claim of this version of fastshard",
-                file=about,
-                help="choose another destination",
-            ) from None
-
-    def to_bytes(self) -> bytes:
-        """Return the object's content."""
-        record = {
-            "version": 1,
-            "run": self.run,
-            "plan": self.plan,
-            "process": self.process,
-            "last": self.last,
-            "beat": self.beat,
-            "names": list(self.names),
-        }
-        return json.dumps(record).encode()
-
-    def holds(self, path: str) -> bool:
-        """Return True for an object of the run."""
-        return any(path.startswith(name) if name.endswith("/") else path == name for name in self.names)
-
-
-def is_own(path: str) -> bool:
-    """Return True for an object of the run's records, which is no part of a result."""
-    return path.startswith(OWN_FOLDER)
-
-
-def find_claim(store: WritableStore) -> tuple[Claim, Mark] | None:
-    """Return the claim on a prefix and its mark; None if nobody has claimed it."""
-    found = store.fetch(CLAIM)
-    return None if found is None else (Claim.parse(found[0], f"{store.address}/{CLAIM}"), found[1])
-
-
-def seize_claim(store: WritableStore, claim: Claim, mark: Mark) -> None:
-    """Replace a claim, so that nobody else takes it over.
-
-    Raises:
-        ConditionFailed: it is no longer the one with this mark.
-    """
-    store.put(CLAIM, replace(claim, run=secrets.token_hex(16)).to_bytes(), mark)
-
-
-def remove_all(store: WritableStore, paths: Collection[str]) -> None:
-    """Remove objects, the claim last."""
-    with ThreadPoolExecutor(_PARALLEL) as pool:
-        list(pool.map(store.remove, [path for path in paths if path != CLAIM]))
-    if CLAIM in paths:
-        store.remove(CLAIM)
 
 
 def part_bytes(size: int) -> int:
     """Return the bytes of a part of an upload of ``size`` bytes."""
     return max(_PART, -(-size // _MOST_PARTS >> 20) << 20)
+
+
+def upload_memory(at_once: int) -> int:
+    """Return the bytes of memory that uploads take, of which each sends ``at_once`` parts at a time."""
+    return _UPLOADS * (at_once + 2) * _PART
 
 
 def _answers(method: Callable[..., None]) -> Callable[..., list[Finding] | None]:
@@ -222,16 +120,11 @@ class ResultPrefix:
                 of the store.
         """
         self._store, self._at_once, self._sleep = store, at_once, sleep
-        self._beat = BEAT if beat is None else beat
-        self._claim = Claim(secrets.token_hex(16), plan, _core.identify_process(), tuple(names), last)
-        self._mark: Mark = None
-        self._lock = threading.Lock()
-        self._is_lost = False
-        self._has_conditions = True
+        self._beat = claims.BEAT if beat is None else beat
         self._written: set[str] = set()
         #: Marks of the files that are recorded as complete.
         self._recorded: dict[str, str] = {}
-        #: The digest of the tensors of each file that an earlier run has completed.
+        #: What is recorded of each file that an earlier run has completed.
         self.complete: dict[str, str] = {}
         #: Findings for the result.
         self.findings: list[Finding] = []
@@ -241,12 +134,9 @@ class ResultPrefix:
         claim = find_claim(store) if any(file.path == CLAIM for file in found) else None
         if claim is None:
             self._refuse_occupied(found)
-            self._begin(unconditional)
+            self._lease = self._begin(Claim.make(plan, names, last), unconditional)
         else:
-            self._take_over(*claim, found, resume, unconditional)
-        self._ends = threading.Event()
-        self._beating = threading.Thread(target=self._show_life, name="fastshard-claim", daemon=True)
-        self._beating.start()
+            self._lease = self._take_over(*claim, plan, found, resume, unconditional)
 
     @property
     def address(self) -> str:
@@ -256,24 +146,19 @@ class ResultPrefix:
     @property
     def run(self) -> str:
         """The identity of the run."""
-        return self._claim.run
-
-    @property
-    def upload_memory(self) -> int:
-        """Bytes of memory that uploads take, for files of which a part has the usual size."""
-        return _UPLOADS * (self._at_once + 2) * _PART
+        return self._lease.claim.run
 
     # --- what the core calls
 
     @_answers
     def upload(self, name: str, parts: FileParts) -> None:
         """Upload a file under its final name."""
-        self._refuse_lost()
         size = parts.size
         part_size = part_bytes(size)
         self._written.add(name)
-        left = _TRIES
+        left = TRIES
         while True:
+            self._lease.refuse_lost()
             left -= 1
             taken: list[int] = []
             try:
@@ -281,7 +166,7 @@ class ResultPrefix:
                 return self._store.upload(name, content, size, part_size, self._at_once)
             except Exception as error:
                 # The answer may be lost after the store has put the object, whole: nobody else writes here.
-                if self._has_appeared(name, size):
+                if sum(taken) == size and self._has_appeared(name, size):
                     return None
                 passes = isinstance(error, FastshardError) and error.code == codes.IO
                 if taken or not passes or not left:
@@ -299,8 +184,7 @@ class ResultPrefix:
     @_answers
     def check(self, files: list[tuple[str, int]]) -> None:
         """Refuse to publish unless exactly ``files`` are there and the prefix is still this run's."""
-        self._beat_once()
-        self._refuse_lost()
+        self._lease.confirm()
         for look in range(_LOOKS):
             findings = self._compare(dict(files))
             if not findings:
@@ -312,10 +196,10 @@ class ResultPrefix:
     @_answers
     def put_last(self, name: str, path: Path) -> None:
         """Put a small file under a name that nothing has."""
-        self._refuse_lost()
+        self._lease.confirm()
         content = path.read_bytes()
         self._written.add(name)
-        if len(content) > part_bytes(0) or not self._has_conditions:
+        if len(content) > part_bytes(0) or not self._lease.has_conditions:
             # A put with a condition is one request.
             part_size = part_bytes(len(content))
             parts = (content[at : at + part_size] for at in range(0, len(content), part_size))
@@ -330,33 +214,40 @@ class ResultPrefix:
     # --- the end
 
     def finish(self) -> list[Finding]:
-        """Remove the claim and the records of a published result; return warnings about what stays."""
-        self._stop_beating()
+        """Remove the claim and the records of a published result; return warnings about what stays.
+
+        Raises:
+            FastshardError: ``FS509`` if another run has taken the destination over meanwhile.
+        """
         try:
             own = {file.path for file in self._store.list_objects() if is_own(file.path)}
-            remove_all(self._store, {*own, CLAIM})
+            self._lease.remove({*own, CLAIM})
         except Exception as error:
+            self._lease.refuse_lost()
             return [_left(self.address, error, "complete, but its claim could not be removed")]
+        finally:
+            self._lease.stop()
         return []
 
     def abandon(self) -> list[Finding]:
-        """Remove what the run has written; return warnings about what stays."""
-        self._stop_beating()
-        if self._is_lost:
-            return []
+        """Remove what the run has written, if the prefix is still its; return warnings about what stays."""
         try:
             # A list may be late: what was written is removed whether it is listed or not.
             own = {file.path for file in self._store.list_objects() if is_own(file.path)}
             files = self._written | {*self.complete}
             records = {_DONE + name for name in {*self._recorded, *self.complete}}
-            remove_all(self._store, {CLAIM, *own, *files, *records})
+            self._lease.remove({CLAIM, *own, *files, *records})
         except Exception as error:
+            if self._lease.is_lost:
+                return []
             return [_left(self.address, error, "objects of the failed run could not be removed")]
+        finally:
+            self._lease.stop()
         return []
 
     def leave(self) -> list[str]:
         """Leave everything for a run that continues this one; return the names of files that are complete."""
-        self._stop_beating()
+        self._lease.stop()
         return sorted({*self._recorded, *self.complete})
 
     # --- claims
@@ -373,25 +264,37 @@ class ResultPrefix:
                 help="choose another prefix: a result in a store is not replaced",
             )
 
-    def _begin(self, unconditional: bool) -> None:
+    def _begin(self, claim: Claim, unconditional: bool) -> Lease:
         """Put a claim where nobody has one, and find out whether the store honours conditions."""
-        content = self._claim.to_bytes()
-        self._mark = self._put_new(CLAIM, content)
+        content = claim.to_bytes()
         try:
-            self._probe(content, unconditional)
+            lease = Lease(self._store, claim, self._put_new(CLAIM, content), self._beat)
+        except FastshardError:
+            raise
+        except BaseException:
+            # A signal that came when it was there already.
+            with contextlib.suppress(Exception):
+                found = find_claim(self._store)
+                if found is not None and found[0].run == claim.run:
+                    self._store.remove(CLAIM)
+            raise
+        try:
+            self._probe(lease, unconditional)
             # Whoever listed before this claim was put may have put objects since.
             self._refuse_occupied(self._store.list_objects())
-        except FastshardError:
+        except BaseException:
+            lease.stop()
             with contextlib.suppress(Exception):
                 self._store.remove(CLAIM)
             raise
+        return lease
 
-    def _probe(self, content: bytes, unconditional: bool) -> None:
-        """Find out whether the store refuses to put the claim a second time."""
-        mark = self._repeat(lambda: self._put_if_new(CLAIM, content))
-        if mark is None:
+    def _probe(self, lease: Lease, unconditional: bool) -> None:
+        """Find out whether the store refuses to put a claim a second time."""
+        content = lease.claim.to_bytes()
+        if repeat(lambda: self._put_if_new(CLAIM, content)) is None:
             return
-        self._mark, self._has_conditions = mark, False
+        lease.has_conditions = False
         if not unconditional:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
@@ -414,24 +317,28 @@ class ResultPrefix:
         )
 
     def _take_over(
-        self, claim: Claim, mark: Mark, found: list[StoredFile], resume: bool, unconditional: bool
-    ) -> None:
+        self,
+        claim: Claim,
+        mark: Mark,
+        plan: str,
+        found: list[StoredFile],
+        resume: bool,
+        unconditional: bool,
+    ) -> Lease:
         """Take over the claim of a run that has ended, and read what it has completed."""
         dead, process = _core.is_process_dead(claim.process)
-        where = {"file": self.address}
-        if claim.plan != self._claim.plan or not resume:
-            what = "an interrupted run of this plan" if claim.plan == self._claim.plan else "another run"
+        is_same = claim.plan == plan
+        if not is_same or not resume:
+            clean = f"fastshard clean {shlex.quote(self.address)} --abandon {claim.run[:16]}"
             raise FastshardError.of(
                 codes.LEFTOVER_RUN,
-                f"{what} has claimed the destination ({process})",
-                **where,
+                f"{'an interrupted run of this plan' if is_same else 'another run'} has claimed the "
+                f"destination ({process})",
+                file=self.address,
                 help="continue it, or remove what it has left"
-                if claim.plan == self._claim.plan
+                if is_same
                 else "wait until it has ended, then clean the destination",
-                run=[
-                    *(["--resume"] if claim.plan == self._claim.plan else []),
-                    f"fastshard clean {self.address} --abandon {claim.run[:16]}",
-                ],
+                run=[*(["--resume"] if is_same else []), clean],
             )
         if not dead:
             mark = self._wait_for_beat(claim, mark, process)
@@ -445,16 +352,24 @@ class ResultPrefix:
                 run=["--resume"],
             )
         try:
-            self._mark = self._store.put(CLAIM, self._claim.to_bytes(), mark)
+            lease = claims.seize(self._store, claim, mark, plan, self._beat)
         except ConditionFailed:
             raise self._locked(process) from None
-        present = {file.path: file for file in found}
-        if claim.last in present:
+        try:
+            self._read_records(lease, {file.path: file for file in found}, unconditional)
+        except BaseException:
+            lease.stop()
+            raise
+        return lease
+
+    def _read_records(self, lease: Lease, present: dict[str, StoredFile], unconditional: bool) -> None:
+        """Read what an interrupted run has completed, and remove the rest of what it has written."""
+        if lease.claim.last in present:
             self.is_published = True
             return
-        self._probe(self._claim.to_bytes(), unconditional)
+        self._probe(lease, unconditional)
+        records = [path for path in present if path.startswith(_DONE)]
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            records = [path for path in present if path.startswith(_DONE)]
             for path, record in zip(records, pool.map(self._store.fetch, records), strict=True):
                 name = path.removeprefix(_DONE)
                 if record is not None and (content := _parse_record(record[0], present.get(name))):
@@ -462,7 +377,7 @@ class ResultPrefix:
                     self._recorded[name] = present[name].identity
         kept = {CLAIM, *self.complete, *(_DONE + name for name in self.complete)}
         # The rest is written again; without the last object nobody has read it as a result.
-        remove_all(self._store, [path for path in present if path not in kept])
+        lease.remove([path for path in present if path not in kept])
 
     def _wait_for_beat(self, claim: Claim, mark: Mark, process: str) -> Mark:
         """Wait for a sign of life of a run whose process is not known to have ended.
@@ -470,7 +385,7 @@ class ResultPrefix:
         Raises:
             FastshardError: ``FS509`` if there is one.
         """
-        for _ in range(_MISSED):
+        for _ in range(claims.MISSED):
             self._sleep(self._beat)
             now = find_claim(self._store)
             if now is None or now[0] != claim:
@@ -486,55 +401,6 @@ class ResultPrefix:
             help="wait until it has ended",
         )
 
-    def _refuse_lost(self) -> None:
-        if self._is_lost:
-            raise FastshardError.of(
-                codes.LOCKED,
-                "another run has taken the destination over",
-                file=f"{self.address}/{CLAIM}",
-                help="let the other run end; this one wrote nothing that readers take for a result",
-            )
-
-    # --- signs of life
-
-    def _show_life(self) -> None:
-        while not self._ends.wait(self._beat) and not self._is_lost:
-            try:
-                self._beat_once()
-            except Exception as error:
-                # Whether the prefix is still this run's is asked again before it publishes.
-                log("stores", "%s: no beat: %s", self.address, type(error).__name__)
-
-    def _beat_once(self) -> None:
-        """Put the claim anew, if it is still this run's."""
-        with self._lock:
-            if not self._is_lost:
-                self._repeat(self._put_beat)
-
-    def _put_beat(self) -> None:
-        now = replace(self._claim, beat=self._claim.beat + 1)
-        try:
-            if not self._has_conditions and not self._owns_claim():
-                self._is_lost = True
-                return
-            condition = self._mark if self._has_conditions else None
-            self._mark, self._claim = self._store.put(CLAIM, now.to_bytes(), condition), now
-        except ConditionFailed:
-            found = find_claim(self._store)
-            if found is None or found[0].run != self._claim.run:
-                self._is_lost = True
-            else:
-                # The answer to an earlier put was lost.
-                self._claim, self._mark = found
-
-    def _owns_claim(self) -> bool:
-        found = find_claim(self._store)
-        return found is not None and found[0].run == self._claim.run
-
-    def _stop_beating(self) -> None:
-        self._ends.set()
-        self._beating.join()
-
     # --- objects
 
     def _put_if_new(self, path: str, content: bytes) -> Mark | None:
@@ -544,17 +410,6 @@ class ResultPrefix:
         except ConditionFailed:
             return None
 
-    def _repeat(self, request: Callable[[], T]) -> T:
-        """Make a request that does no harm if it is made twice, a few times if its answer is lost."""
-        left = _TRIES
-        while True:
-            left -= 1
-            try:
-                return request()
-            except FastshardError as error:
-                if error.code != codes.IO or not left:
-                    raise
-
     def _put_new(self, path: str, content: bytes) -> Mark:
         """Put an object where there is none. An answer that is lost is found out by reading the object.
 
@@ -562,7 +417,7 @@ class ResultPrefix:
             FastshardError: ``FS504`` if another object has the name.
         """
         failed: FastshardError | None = None
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             try:
                 return self._store.put(path, content, NEW)
             except ConditionFailed:
@@ -585,6 +440,14 @@ class ResultPrefix:
                     file=f"{self.address}/{path}",
                     help="choose another prefix, or wait until the other run has ended",
                 )
+        if failed is not None and path != CLAIM:
+            failed = FastshardError.of(
+                codes.IO,
+                "the store gave no answer: whether the object is there is not known",
+                file=f"{self.address}/{path}",
+                help="continue the run, which finds out",
+                run=["--resume"],
+            )
         raise failed or self._locked("its claim comes and goes")
 
     def _has_appeared(self, name: str, size: int) -> bool:
@@ -681,5 +544,5 @@ def _left(address: str, error: Exception, message: str) -> Finding:
         severity="warning",
         file=f"{address}/{OWN_FOLDER}",
         help="run the command that removes it",
-        run=[f"fastshard clean {address}"],
+        run=[f"fastshard clean {shlex.quote(address)}"],
     )

@@ -230,7 +230,7 @@ impl MadeFiles {
                 )
                 .file(&file.name)
                 .expected(recorded.clone(), file.digest().unwrap_or_default())
-                .help("start afresh, once what the interrupted run has left is removed")
+                .help("run again: what the interrupted run has stored is removed")
                 .into());
             }
         }

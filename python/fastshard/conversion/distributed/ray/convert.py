@@ -18,6 +18,7 @@ from ....common.errors import FastshardError
 from ....common.option_checks import checked, refused
 from ....common.options import StrPath, split_request
 from ....common.progress import Progress, Report
+from ...destinations import find_destination_scheme
 from ..split_runs import begin, commit
 from .cluster import connected, nodes_for
 from .node_local import on_own_disks
@@ -86,6 +87,7 @@ def convert(
         BaseException: as :func:`fastshard.convert`; the run can be continued with ``resume``.
     """
     request, _ = split_request(options)
+    find_destination_scheme(out, request, True, {})
     _refuse(source, address, parts, cpus, retries, request.fsync)
     out = Path(out).absolute()
     if node_local and parts is not None:
