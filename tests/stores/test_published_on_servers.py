@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from gcs_server import GcsServer
 from helpers import FIXTURES, Ran, at_once, cli
 from holding import HANG
 from safetensors.numpy import save_file
-from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, moto_server, rclone_server, seaweedfs_server
+from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 from tiny_models import model
 
 pytest.importorskip("obstore")
@@ -59,36 +58,7 @@ JOBS = {
     "merged with the optimizer": ("merge", "deepspeed/zero3_bf16_dp2", "--optimizer"),
 }
 _numbers = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings of this host: neither credentials nor proxies."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "GOOGLE_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[S3Server]:
-    with moto_server() as started:
-        started.make_bucket(BUCKET, {})
-        yield started
-
-
-@pytest.fixture(scope="module")
-def seaweedfs() -> Iterator[S3Server]:
-    with seaweedfs_server() as started:
-        started.make_bucket(BUCKET, {})
-        yield started
-
-
-@pytest.fixture(scope="module")
-def rclone() -> Iterator[S3Server]:
-    with rclone_server() as started:
-        started.make_bucket(BUCKET, {})
-        yield started
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def forget_what_was_read() -> None:

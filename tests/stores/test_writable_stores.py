@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from gcs_server import GcsServer
 from holding import HANG
-from servers import S3Server, moto_server, rclone_server, seaweedfs_server
+from servers import S3Server
 from writable_suite import UnconditionalPromises, WritableFixture, WritablePromises
 
 pytest.importorskip("obstore")
@@ -19,36 +17,7 @@ from fastshard.stores.object_writer import WritableObjectStore
 
 BUCKET = "results"
 _numbers = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings of this host: neither credentials nor proxies."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "GOOGLE_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[S3Server]:
-    with moto_server() as started:
-        started.make_bucket(BUCKET, {})
-        yield started
-
-
-@pytest.fixture(scope="module")
-def seaweedfs() -> Iterator[S3Server]:
-    with seaweedfs_server() as started:
-        started.make_bucket(BUCKET, {})
-        yield started
-
-
-@pytest.fixture(scope="module")
-def rclone() -> Iterator[S3Server]:
-    with rclone_server() as started:
-        started.make_bucket(BUCKET, {})
-        yield started
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def made_of(server: S3Server) -> WritableFixture:
