@@ -792,6 +792,9 @@ class FileParts:
     @property
     def size(self) -> int:
         """Size of the file in bytes."""
+    @property
+    def has_ended(self) -> bool:
+        """True once the run has ended, so that nobody waits for the upload any more."""
     def take(self, length: int) -> bytes | None:
         """Takes the next `length` bytes, fewer at the end; None after it. Waits until they are made."""
 

@@ -314,7 +314,6 @@ def test_the_limit_that_a_message_proposes_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the run waits for uploads that wait for a server, up to some minutes")
 def test_an_interrupt_does_not_wait_for_a_server_that_is_silent(source: Path, tmp_path: Path) -> None:
     """On S3, with a server that does not answer the PUT: no end 65 s after two signals."""
     more = (

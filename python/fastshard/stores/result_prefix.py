@@ -19,9 +19,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,9 @@ _WORTH_RECORDING = 1 << 20
 #: Times that the prefix is listed before a difference counts, and seconds between them.
 _LOOKS = 3
 _PAUSE = 1.0
+#: Seconds between two looks at whether the run goes on, and those in which an upload ends by itself.
+_LOOK = 0.1
+_GRACE = 3.0
 #: Requests for records at a time.
 _PARALLEL = 8
 
@@ -122,6 +127,8 @@ class ResultPrefix:
         self._store, self._at_once, self._sleep = store, at_once, sleep
         self._beat = claims.BEAT if beat is None else beat
         self._written: set[str] = set()
+        #: Uploads that a server has not answered when the run ended.
+        self._silent: list[threading.Thread] = []
         #: Marks of the files that are recorded as complete.
         self._recorded: dict[str, str] = {}
         #: What is recorded of each file that an earlier run has completed.
@@ -163,7 +170,9 @@ class ResultPrefix:
             taken: list[int] = []
             try:
                 content = _read_parts(parts, part_size, taken)
-                return self._store.upload(name, content, size, part_size, self._at_once)
+                return self._wait_for_upload(
+                    parts, partial(self._store.upload, name, content, size, part_size, self._at_once)
+                )
             except Exception as error:
                 # The answer may be lost after the store has put the object, whole: nobody else writes here.
                 if sum(taken) == size and self._has_appeared(name, size):
@@ -211,6 +220,32 @@ class ResultPrefix:
             return
         self._put_new(name, content)
 
+    def _wait_for_upload(self, parts: FileParts, upload: Callable[[], None]) -> None:
+        """Wait for an upload as long as the run goes on: a server that is silent does not hold an interrupt.
+
+        Raises:
+            FastshardError: ``FS510`` once the run has ended; otherwise what the upload raises.
+        """
+        raised: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                upload()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=work, name="fastshard-put", daemon=True)
+        thread.start()
+        while thread.is_alive() and not parts.has_ended:
+            thread.join(_LOOK)
+        # An upload that ends by itself is taken back by the store's client.
+        thread.join(_GRACE if parts.has_ended else None)
+        if thread.is_alive():
+            self._silent.append(thread)
+            raise FastshardError.of(codes.INTERRUPTED, "the run has ended", file=self.address)
+        if raised:
+            raise raised[0]
+
     # --- the end
 
     def finish(self) -> list[Finding]:
@@ -231,6 +266,9 @@ class ResultPrefix:
 
     def abandon(self) -> list[Finding]:
         """Remove what the run has written, if the prefix is still its; return warnings about what stays."""
+        for thread in self._silent:
+            # It may put an object still.
+            thread.join()
         try:
             # A list may be late: what was written is removed whether it is listed or not.
             own = {file.path for file in self._store.list_objects() if is_own(file.path)}

@@ -25,6 +25,12 @@ impl FileParts {
         self.parts.size()
     }
 
+    /// True once the run has ended, so that nobody waits for the upload any more.
+    #[getter]
+    fn has_ended(&self) -> bool {
+        self.parts.has_ended()
+    }
+
     /// Takes the next `length` bytes, fewer at the end; None after it. Waits until they are made.
     fn take<'py>(&self, py: Python<'py>, length: usize) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let bytes = py.detach(|| self.parts.take(length)).map_err(raise)?;

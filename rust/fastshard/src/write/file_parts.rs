@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -389,8 +390,8 @@ fn read_range(file: &File, start: u64, end: u64) -> Result<Vec<u8>> {
 enum Source {
     /// A file that is made meanwhile.
     Made(Arc<MadeFiles>, usize),
-    /// A complete file, and the bytes of it that were taken.
-    Complete(File, Mutex<u64>),
+    /// A complete file, the bytes of it that were taken, and whether the run has ended meanwhile.
+    Complete(File, Mutex<u64>, Arc<AtomicBool>),
 }
 
 /// The bytes of a file for its upload, in order.
@@ -401,9 +402,17 @@ pub struct FileParts {
 }
 
 impl FileParts {
-    /// The parts of a complete file of `size` bytes.
-    pub(super) fn of_file(file: File, size: u64) -> FileParts {
-        FileParts { size, source: Source::Complete(file, Mutex::new(0)) }
+    /// The parts of a complete file of `size` bytes, whose upload is to end once `has_ended` says so.
+    pub(super) fn of_file(file: File, size: u64, has_ended: &Arc<AtomicBool>) -> FileParts {
+        FileParts { size, source: Source::Complete(file, Mutex::new(0), Arc::clone(has_ended)) }
+    }
+
+    /// True once the run has ended, so that nobody waits for the upload any more.
+    pub fn has_ended(&self) -> bool {
+        match &self.source {
+            Source::Made(files, _) => files.lock().failed.is_some(),
+            Source::Complete(_, _, has_ended) => has_ended.load(Ordering::Relaxed),
+        }
     }
 
     /// Bytes of the file.
@@ -418,7 +427,7 @@ impl FileParts {
     pub fn take(&self, len: usize) -> Result<Option<Vec<u8>>> {
         match &self.source {
             Source::Made(files, number) => files.take(*number, len),
-            Source::Complete(file, taken) => {
+            Source::Complete(file, taken, _) => {
                 let mut taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
                 let end = self.size.min(*taken + len as u64);
                 let bytes = read_range(file, *taken, end)?;

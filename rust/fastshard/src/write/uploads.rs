@@ -2,9 +2,10 @@
 //! appear.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
+use std::time::Duration;
 
 use super::backlog::lock;
 use super::destination::Destination;
@@ -21,6 +22,8 @@ use crate::publish::{OutFile, Staging};
 const MADE_AT_ONCE: usize = 2;
 /// Complete files that are uploaded at a time; most are small.
 const COMPLETE_AT_ONCE: usize = 8;
+/// The time between two looks at whether a run was stopped.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// The uploads of one run.
 #[derive(Debug)]
@@ -158,10 +161,11 @@ fn upload_complete(
     control: &Control,
 ) -> Result<()> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Ok(())));
+    let (has_ended, is_done) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
     let upload = |name: &str, size: u64| {
         control.check_running()?;
         let file = staging.read_only(name, size)?.for_upload()?;
-        destination.upload(name, FileParts::of_file(file, size))
+        destination.upload(name, FileParts::of_file(file, size, &has_ended))
     };
     let work = || {
         while let Some((name, size)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -178,7 +182,15 @@ fn upload_complete(
             // Where the system starts no more threads, those that it has started do the work.
             let _ = Builder::new().spawn_scoped(scope, work);
         }
+        let _ = Builder::new().spawn_scoped(scope, || {
+            // Who uploads may wait for a server for long.
+            while !is_done.load(Ordering::Relaxed) && control.is_running() {
+                thread::sleep(LOOK);
+            }
+            has_ended.store(!control.is_running(), Ordering::Relaxed);
+        });
         work();
+        is_done.store(true, Ordering::Relaxed);
     });
     failed.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
