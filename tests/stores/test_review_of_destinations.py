@@ -182,8 +182,10 @@ def test_clean_and_a_run_that_continues_exclude_one_another(
 
 
 def test_a_run_that_removes_what_another_has_left_shows_life(
-    bucket: type[BucketStore], source: Path, tmp_path: Path
+    bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Long enough for a busy machine.
+    monkeypatch.setattr(claims, "BEAT", 1.0)
     out, seen, second = tmp_path / "out", [], []
     leave_two_files(bucket, source, out)
     (out / "model-00003-of-00003.safetensors").write_bytes(b"of the interrupted run")
@@ -315,10 +317,10 @@ def test_the_limit_that_a_message_proposes_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_server_that_is_silent(source: Path, tmp_path: Path) -> None:
-    """On S3, with a server that does not answer the PUT: no end 65 s after two signals."""
+    """On S3, with a server that does not answer the PUT."""
     more = (
         "BucketStore.hook = staticmethod("
-        "lambda what, path, done: time.sleep(40) if what == 'upload' and not done else None)"
+        "lambda what, path, done: time.sleep(3600) if what == 'upload' and not done else None)"
     )
     out = tmp_path / "out"
     with subprocess.Popen(command_of("merge", source, address_of(out), more=more)) as process:
@@ -328,7 +330,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_is_silent(source: Path, tm
         time.sleep(2)
         process.send_signal(signal.SIGINT)
         try:
-            assert process.wait(15) == 130
+            assert process.wait(HANG) == 130
         finally:
             process.kill()
 
