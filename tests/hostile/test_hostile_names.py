@@ -199,7 +199,7 @@ def test_an_address_is_no_path() -> None:
         ("expected", address),
         ("check-storage", address),
         ("find", HF, "--in", address),
-        ("merge", HF, address),
+        ("merge", HF, "https://host/out"),
         ("merge", "qq://b/run", "out"),
     )
     for argv in commands:

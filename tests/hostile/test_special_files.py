@@ -302,6 +302,9 @@ _EXCUSED = {
     # A request of urllib, and a placeholder that is made.
     "stores/objects.py": {"open"},
     "stores/placeholders.py": {"open"},
+    # Files that this run has made.
+    "stores/hub_upload.py": {"open"},
+    "stores/result_prefix.py": {"read_bytes"},
 }
 
 

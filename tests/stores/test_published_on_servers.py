@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +61,18 @@ JOBS = {
 }
 _numbers = itertools.count()
 pytestmark = pytest.mark.usefixtures("no_settings")
+
+
+@contextmanager
+def logger_restored() -> Iterator[None]:
+    """Leaves the logger as it was: `-vv` sets it for the whole process."""
+    logger = logging.getLogger("fastshard")
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.handlers[:], logger.propagate = handlers, propagate
 
 
 def forget_what_was_read() -> None:
@@ -573,7 +587,8 @@ def test_what_a_failed_run_says_holds_no_credentials(
 ) -> None:
     give_up_soon(spoiled.proxy, monkeypatch)
     spoiled.proxy.inject(fault, None, PUTS["a file"])
-    ran = cli(*spoiled.argv, spoiled.served.at("out"), *spoiled.options, "-vv", json_output=False)
+    with logger_restored():
+        ran = cli(*spoiled.argv, spoiled.served.at("out"), *spoiled.options, "-vv", json_output=False)
     assert ran.code == 2 and spoiled.served.at("out") in ran.err
     for secret in (SECRET_KEY, ACCESS_KEY, "Signature", "uploadId"):
         assert secret not in ran.out + ran.err, secret

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -479,7 +480,11 @@ def test_clean_leaves_a_run_at_work_and_a_result_in_place(
 
 
 def test_storage_options_reach_the_stores_of_a_call_and_nothing_else(
-    bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    bucket: type[BucketStore],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[dict[str, str]] = []
 
@@ -490,7 +495,7 @@ def test_storage_options_reach_the_stores_of_a_call_and_nothing_else(
 
     monkeypatch.setitem(registry.OPENERS, "bucket", Recording)
     monkeypatch.setitem(registry.WRITERS, "bucket", Recording)
-    monkeypatch.setenv("FASTSHARD_LOG", "debug")
+    caplog.set_level(logging.DEBUG, logger="fastshard")
     settings = {"endpoint": "https://example.org", "secret_access_key": "SECRET-MARKER"}
     merge(source, address_of(tmp_path / "one"), storage_options=settings)
     manifest = merge(address_of(tmp_path / "one"), address_of(tmp_path / "two"), storage_options=settings)
@@ -502,7 +507,7 @@ def test_storage_options_reach_the_stores_of_a_call_and_nothing_else(
     texts = [
         *read_files(tmp_path / "two").values(),
         json.dumps(manifest.document).encode(),
-        *capfd.readouterr(),
+        caplog.text,
     ]
     assert not any("SECRET-MARKER" in str(text) for text in texts)
     for wrong in ({"endpoint": 7}, ["endpoint=x"], "SECRET-MARKER"):

@@ -78,8 +78,8 @@ def find_destination_scheme(
     if scheme == "hf":
         from ..stores.hub_upload import parse_target
 
-        parse_target(os.fspath(out), uploading["hf_branch"])
-    elif uploading["hf_branch"] is not None or uploading["hf_pr"]:
+        parse_target(os.fspath(out), uploading.get("hf_branch"))
+    elif uploading.get("hf_branch") is not None or uploading.get("hf_pr"):
         raise FastshardError.of(
             codes.USAGE,
             "--hf-branch and --hf-pr are for a destination on the hub",
