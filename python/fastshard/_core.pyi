@@ -46,6 +46,8 @@ __all__ = [
     "dcp_object",
     "exit_code",
     "histogram_edges",
+    "identify_process",
+    "is_process_dead",
     "is_remote",
     "judge",
     "let_go",
