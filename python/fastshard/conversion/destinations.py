@@ -95,7 +95,7 @@ def find_destination_scheme(
         (
             "--overwrite",
             request.overwrite and not is_hub,
-            "remove the older result first, or choose another prefix",
+            "choose another prefix",
         ),
         ("--rank and --node-local", is_shared, "write with one process, or to a shared file system"),
         ("--sparse", request.sparse, "leave it out: an object has no holes"),
