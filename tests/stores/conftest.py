@@ -26,6 +26,11 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def moto() -> Iterator[S3Server]:
     with moto_server() as started:
         started.make_bucket(RESULTS, {})
+        # Its objects belong to the process: an earlier file of tests may have left some.
+        client = started.client()
+        while found := client.list_objects_v2(Bucket=RESULTS).get("Contents"):
+            for one in found:
+                client.delete_object(Bucket=RESULTS, Key=one["Key"])
         yield started
 
 
