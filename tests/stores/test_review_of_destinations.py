@@ -59,15 +59,15 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[result_prefix.ResultPrefix]:
     """The prefixes that runs of this process have claimed."""
-    made: list[result_prefix.ResultPrefix] = []
+    claimed: list[result_prefix.ResultPrefix] = []
     init = result_prefix.ResultPrefix.__init__
 
     def keep(self: result_prefix.ResultPrefix, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        made.append(self)
+        claimed.append(self)
 
     monkeypatch.setattr(result_prefix.ResultPrefix, "__init__", keep)
-    return made
+    return claimed
 
 
 def set_hook(bucket: type[BucketStore], hook: Any = None) -> None:
@@ -267,8 +267,8 @@ def test_an_interrupt_right_after_the_claim_leaves_none_or_says_so(
     with pytest.raises(KeyboardInterrupt) as caught:
         merge(source, address_of(tmp_path / "out"))
     set_hook(bucket)
-    said = [finding.code for finding in getattr(caught.value, "findings", [])]
-    assert not read_files(tmp_path / "out") or codes.LEFTOVER_RUN in said
+    found = [finding.code for finding in getattr(caught.value, "findings", [])]
+    assert not read_files(tmp_path / "out") or codes.LEFTOVER_RUN in found
 
 
 PROGRAM = """

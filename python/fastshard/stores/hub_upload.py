@@ -470,10 +470,10 @@ class HubUpload:
             return info.oid, info.pr_url
 
         for attempt in range(_TRIES):
-            made = self._attempt(commit)
-            if not isinstance(made, _Failure):
-                return made
-            failure = made
+            outcome = self._attempt(commit)
+            if not isinstance(outcome, _Failure):
+                return outcome
+            failure = outcome
             if failure.status in _REFUSALS:
                 break
             try:
@@ -607,13 +607,13 @@ class HubUpload:
         return finding.replace(run=run)
 
     def _describe_kept(self, folder: Path) -> Finding:
-        made = "; the hub may have made the commit already" if self._has_begun else ""
+        doubt = "; the hub may have made the commit already" if self._has_begun else ""
         return Finding.of(
             codes.INTERRUPTED,
-            f"stopped before the result was compared on the hub{made}",
+            f"stopped before the result was compared on the hub{doubt}",
             file=self._name_commit(self._new_commit) if self._new_commit else self.address,
             help=f"run the command, or remove the complete result, which is kept in {folder}"
-            if not made
+            if not doubt
             else f"look at the commits of the repository first; the complete result is kept in {folder}",
             run=[self._make_command(folder)],
         )
