@@ -17,6 +17,7 @@ __all__ = [
     "find_scheme",
     "is_address",
     "make_upload_command",
+    "normalise_address",
     "refuse_address",
 ]
 
@@ -27,6 +28,12 @@ def find_scheme(path: StrPath) -> str | None:
     """Return the scheme of an address in lower case, such as ``s3``; None for a path of this host."""
     found = _ADDRESS.match(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
     return None if found is None else found[1].lower()
+
+
+def normalise_address(path: StrPath) -> str:
+    """Return an address with its scheme in lower case."""
+    scheme, separator, rest = os.fspath(path).partition("://")
+    return scheme.lower() + separator + rest
 
 
 def is_address(path: object) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, Manifest
 from ..common import codes, memory_budget
-from ..common.addresses import check_settings, find_scheme
+from ..common.addresses import check_settings, find_scheme, normalise_address
 from ..common.errors import FastshardError, Finding, carry
 from ..common.options import StrPath, WriteRequest
 from ..common.records import dataclass
@@ -142,9 +142,8 @@ def open_destination(
     from ..stores import registry
     from ..stores.result_prefix import ResultPrefix
 
-    address = os.fspath(out)
     store = registry.open_writable_store(
-        scheme, scheme + address[len(scheme) :], check_settings(options.get("storage_options"))
+        scheme, normalise_address(out), check_settings(options.get("storage_options"))
     )
     _refuse_inside(store.address, job)
     names, pointers = job.plan.core.written_names()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import _core
 from ..common import codes
+from ..common.addresses import normalise_address
 from ..common.errors import FastshardError
 from ..stores import claims, registry
 from ..stores.claims import CLAIM, OWN_FOLDER, find_claim, is_own
@@ -50,7 +51,7 @@ def collect(
     Raises:
         FastshardError: ``FS501`` if the run to remove is not there; otherwise as the methods of the store.
     """
-    store = registry.open_writable_store(scheme, address, settings)
+    store = registry.open_writable_store(scheme, normalise_address(address), settings)
     found = store.list_objects()
     claimed = find_claim(store) if any(file.path == CLAIM for file in found) else None
     if abandon is not None and (
@@ -71,7 +72,8 @@ def collect(
     if any(file.path == claim.last for file in found):
         # The result is in place.
         return _remove(store, claim, own, dry_run, mark)
-    files = [file for file in found if claim.holds(file.path)]
+    holds = claim.make_holds()
+    files = [file for file in found if holds(file.path)]
     if _is_alive(store, claim, mark, max(patience, 2 * claims.BEAT)):
         return [_describe(store, claim, [*own, *files], "at_work")]
     if abandon is None and any(file.path != CLAIM for file in own):

@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from .. import _core
 from ..common import codes
@@ -15,9 +14,10 @@ from ..common.errors import FastshardError
 from ..common.log import log
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
+from .retries import repeat
 from .store import ConditionFailed, Mark, WritableStore
 
-__all__ = ["BEAT", "CLAIM", "OWN_FOLDER", "Claim", "Lease", "find_claim", "is_own", "repeat", "seize"]
+__all__ = ["BEAT", "CLAIM", "OWN_FOLDER", "Claim", "Lease", "find_claim", "is_own", "seize"]
 
 #: The folder of what is no part of a result.
 OWN_FOLDER = ".fastshard/"
@@ -28,14 +28,10 @@ BEAT = 10.0
 MISSED = 3
 #: Bytes of a claim at most; it has the names of a result's files.
 MOST_BYTES = 64 << 20
-#: Times that a request is made whose answer was lost.
-TRIES = 3
 #: Objects that are removed between two looks at the claim, and at a time.
 _BATCH = 64
 _PARALLEL = 8
 _RUN = compile_when_used(r"[0-9a-f]{32}")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,13 +97,15 @@ class Claim:
         }
         return json.dumps(record).encode()
 
-    def holds(self, path: str) -> bool:
-        """Return True for an object of the run."""
-        return any(path.startswith(name) if name.endswith("/") else path == name for name in self.names)
+    def make_holds(self) -> Callable[[str], bool]:
+        """Return a function that is True for an object of the run."""
+        files = {name for name in self.names if not name.endswith("/")}
+        folders = tuple(name for name in self.names if name.endswith("/"))
+        return lambda path: path in files or path.startswith(folders)
 
     def touches(self, path: str) -> bool:
         """Return True for an object of the run, and for a folder that has some."""
-        return self.holds(path) or any(name.startswith(f"{path}/") for name in self.names)
+        return self.make_holds()(path) or any(name.startswith(f"{path}/") for name in self.names)
 
 
 def is_own(path: str) -> bool:
@@ -119,18 +117,6 @@ def find_claim(store: WritableStore) -> tuple[Claim, Mark] | None:
     """Return the claim on a prefix and its mark; None if nobody has claimed it."""
     found = store.fetch(CLAIM)
     return None if found is None else (Claim.parse(found[0], f"{store.address}/{CLAIM}"), found[1])
-
-
-def repeat(request: Callable[[], T]) -> T:
-    """Make a request that does no harm if it is made twice, a few times if its answer is lost."""
-    left = TRIES
-    while True:
-        left -= 1
-        try:
-            return request()
-        except FastshardError as error:
-            if error.code != codes.IO or not left:
-                raise
 
 
 class Lease:

@@ -27,6 +27,7 @@ from ..common.regex import compile_when_used
 from .hub_address import HubAddress
 from .hub_requests import HubRequests, http_library
 from .log_filter import filter_logs, secrets_hidden_everywhere
+from .retries import TRIES, look_again
 from .store import StoredFile
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ _MOST_OF_MANIFEST = 1 << 30
 #: The attributes of a repository, which the hub completes by itself when it takes large files.
 _ATTRIBUTES = ".gitattributes"
 _COMMIT = compile_when_used(r"[0-9a-f]{40}")
-#: Times that a commit is tried, and that a new commit is listed, and seconds between two.
-_TRIES = 3
+#: Seconds between two tries to make a commit, and between two looks at it.
 _PAUSE = 2.0
 #: Seconds without a byte after which a request is given up: the hub may take long for a large commit.
 _SILENCE = 300.0
@@ -469,7 +469,7 @@ class HubUpload:
             )
             return info.oid, info.pr_url
 
-        for attempt in range(_TRIES):
+        for attempt in range(TRIES):
             outcome = self._attempt(commit)
             if not isinstance(outcome, _Failure):
                 return outcome
@@ -490,7 +490,7 @@ class HubUpload:
                 return found
             if failure.status in (409, 412):
                 break
-            if attempt + 1 < _TRIES:
+            if attempt + 1 < TRIES:
                 self._sleep(_PAUSE)
         raise failure.error
 
@@ -519,11 +519,11 @@ class HubUpload:
     # --- after the commit
 
     def _check_commit(self, commit: str, files: dict[str, _LocalFile], removed: list[str]) -> None:
-        for look in range(_TRIES):
+        def compare() -> list[Finding]:
             try:
-                findings = self._compare(commit, files, removed)
+                return self._compare(commit, files, removed)
             except FastshardError as error:
-                findings = [
+                return [
                     error.findings[0].replace(
                         message=f"the commit is made, and cannot be compared: {error.findings[0].message}",
                         file=self._name_commit(commit),
@@ -531,11 +531,10 @@ class HubUpload:
                         run=[f"fastshard verify {shlex.quote(self._name_commit(commit))}"],
                     )
                 ]
-            if not findings:
-                return
-            if look + 1 < _TRIES:
-                self._sleep(_PAUSE)
-        raise error_for(findings)
+
+        findings = look_again(compare, lambda findings: not findings, lambda: self._sleep(_PAUSE))
+        if findings:
+            raise error_for(findings)
 
     def _compare(self, commit: str, files: dict[str, _LocalFile], removed: list[str]) -> list[Finding]:
         """Compare a commit with the files of this host and with what was there before."""

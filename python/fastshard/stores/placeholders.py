@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from .. import _core
 from ..common import codes, memory_budget
-from ..common.addresses import find_scheme
+from ..common.addresses import find_scheme, normalise_address
 from ..common.errors import FastshardError, Finding
 from ..common.log import log
 from ..common.options import StrPath
@@ -98,8 +98,7 @@ def find_local_paths(
         if scheme is None:
             local.append(path)
             continue
-        address = os.fspath(path)
-        root = _open_root(scheme, scheme + address[len(scheme) :], options or {})
+        root = _open_root(scheme, normalise_address(path), options or {})
         local.append(root.path)
         roots.append(root)
     return local, roots

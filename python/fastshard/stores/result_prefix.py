@@ -32,7 +32,8 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.log import log
 from . import claims
-from .claims import CLAIM, OWN_FOLDER, TRIES, Claim, Lease, find_claim, is_own, repeat
+from .claims import CLAIM, OWN_FOLDER, Claim, Lease, find_claim, is_own
+from .retries import TRIES, look_again, repeat
 from .store import NEW, ConditionFailed, Mark, StoredFile, WritableStore
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ _MOST_PARTS = 9_000
 _UPLOADS = 2
 #: Files of fewer bytes are uploaded again by a run that is continued.
 _WORTH_RECORDING = 1 << 20
-#: Times that the prefix is listed before a difference counts, and seconds between them.
-_LOOKS = 3
+#: Seconds between two looks at the prefix: a difference counts once it stays.
 _PAUSE = 1.0
 #: Seconds between two looks at whether the run goes on, and those in which an upload ends by itself.
 _LOOK = 0.1
@@ -187,20 +187,16 @@ class ResultPrefix:
         file = self._find(name)
         self._recorded[name] = file.identity
         if file.size >= _WORTH_RECORDING:
-            record = {"size": file.size, "identity": file.identity, "content": content}
-            self._store.put(f"{_DONE}{name}", json.dumps(record).encode())
+            record = json.dumps({"size": file.size, "identity": file.identity, "content": content})
+            repeat(lambda: self._store.put(f"{_DONE}{name}", record.encode()))
 
     @_answers
     def check(self, files: list[tuple[str, int]]) -> None:
         """Refuse to publish unless exactly ``files`` are there and the prefix is still this run's."""
         self._lease.confirm()
-        for look in range(_LOOKS):
-            findings = self._compare(dict(files))
-            if not findings:
-                return
-            if look + 1 < _LOOKS:
-                self._sleep(_PAUSE)
-        raise FastshardError(findings)
+        findings = look_again(lambda: self._compare(dict(files)), lambda findings: not findings, self._pause)
+        if findings:
+            raise FastshardError(findings)
 
     @_answers
     def put_last(self, name: str, path: Path) -> None:
@@ -380,7 +376,8 @@ class ResultPrefix:
             )
         if not dead:
             mark = self._wait_for_beat(claim, mark, process)
-        stray = [file.path for file in found if not is_own(file.path) and not claim.holds(file.path)]
+        holds = claim.make_holds()
+        stray = [file.path for file in found if not is_own(file.path) and not holds(file.path)]
         if stray:
             raise FastshardError.of(
                 codes.OUT_EXISTS,
@@ -496,13 +493,13 @@ class ResultPrefix:
             return False
         return found is not None and found.size == size
 
+    def _pause(self) -> None:
+        self._sleep(_PAUSE)
+
     def _find(self, name: str) -> StoredFile:
-        for look in range(_LOOKS):
-            file = self._store.find(name)
-            if file is not None:
-                return file
-            if look + 1 < _LOOKS:
-                self._sleep(_PAUSE)
+        file = look_again(lambda: self._store.find(name), lambda file: file is not None, self._pause)
+        if file is not None:
+            return file
         raise FastshardError.of(
             codes.WRITTEN_DIFFERS,
             "the object just written is missing",

@@ -20,7 +20,7 @@ use crate::publish::content::HASHED;
 /// Bytes that are made and not taken at which workers wait, if an upload has something to send.
 const MOST_WAITING: u64 = 256 << 20;
 /// The time between two looks at whether a run was stopped.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// How far a file has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -265,8 +265,9 @@ impl MadeFiles {
         self.lock().files.get(number)?.as_ref()?.identity.clone()
     }
 
-    /// Chooses a file to upload, and waits for one; none once each is taken or the uploads have ended.
-    pub(super) fn choose(self: &Arc<Self>) -> Option<(String, FileParts)> {
+    /// Chooses a file to upload, and waits for one; none once each is taken or the uploads have ended. Returns its number,
+    /// its name and its parts.
+    pub(super) fn choose(self: &Arc<Self>) -> Option<(usize, String, FileParts)> {
         let mut state = self.lock();
         loop {
             let of_any = |state: &State, is: fn(&MadeFile) -> bool| {
@@ -280,24 +281,24 @@ impl MadeFiles {
                 let file = state.files[number].as_mut().expect("it was chosen");
                 file.stage = Stage::Sending;
                 let parts = FileParts { size: file.size, source: Source::Made(Arc::clone(self), number) };
-                return Some((file.name.clone(), parts));
+                return Some((number, file.name.clone(), parts));
             }
             state = self.wait(state);
         }
     }
 
-    /// Returns what is recorded of file `name`, all of which was taken: the digest of its tensors, and its identity if it was
+    /// Returns what is recorded of file `number`, all of which was taken: the digest of its tensors, and its identity if it was
     /// finished. None for a pointer, which no later run finds complete.
     ///
     /// # Errors
     /// `FS520` if some of it was not taken.
-    pub(super) fn content(&self, name: &str) -> Result<Option<String>> {
+    pub(super) fn content(&self, number: usize) -> Result<Option<String>> {
         let state = self.lock();
-        let file = state.files.iter().flatten().find(|file| file.name == name);
-        let Some(file) = file.filter(|file| file.taken == file.size) else {
+        let file = state.files[number].as_ref().expect("it was uploaded");
+        if file.taken != file.size {
             let unread = Finding::new(codes::INTERNAL, "an upload ended before it had taken all parts");
-            return Err(unread.file(name).into());
-        };
+            return Err(unread.file(&file.name).into());
+        }
         let content = file.digest().map(|digest| match &file.identity {
             Some(identity) => format!("{digest} {identity}"),
             None => digest,
@@ -305,14 +306,14 @@ impl MadeFiles {
         Ok(content.filter(|_| !file.is_pointer))
     }
 
-    /// Ends the upload of file `name`.
-    pub(super) fn end_upload(&self, name: &str, done: Result<()>) {
+    /// Ends the upload of file `number`.
+    pub(super) fn end_upload(&self, number: usize, done: Result<()>) {
         let mut state = self.lock();
         state.busy -= 1;
         if let Err(error) = done {
             state.failed.get_or_insert(error);
-        } else if let Some(file) = state.files.iter_mut().flatten().find(|file| file.name == name) {
-            file.stage = Stage::Stored;
+        } else {
+            state.files[number].as_mut().expect("it was uploaded").stage = Stage::Stored;
         }
         drop(state);
         self.changed.notify_all();

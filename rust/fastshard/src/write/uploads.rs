@@ -5,11 +5,10 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
-use std::time::Duration;
 
 use super::backlog::lock;
 use super::destination::Destination;
-use super::file_parts::{FileParts, MadeFile, MadeFiles};
+use super::file_parts::{FileParts, MadeFile, MadeFiles, LOOK};
 use crate::codes;
 use crate::engine::Control;
 use crate::error::{without_panic, Error, Finding, Result};
@@ -22,8 +21,6 @@ use crate::publish::{OutFile, Staging};
 const MADE_AT_ONCE: usize = 2;
 /// Complete files that are uploaded at a time; most are small.
 const COMPLETE_AT_ONCE: usize = 8;
-/// The time between two looks at whether a run was stopped.
-const LOOK: Duration = Duration::from_millis(50);
 
 /// The uploads of one run.
 #[derive(Debug)]
@@ -106,17 +103,21 @@ impl Uploads {
         control: &Control,
     ) -> Result<()> {
         self.files.wait_until_stored(false, control)?;
-        let is_made = |name: &str| {
-            plan.files
-                .iter()
-                .position(|file| file.name == name)
-                .is_some_and(|number| self.files.holds(number))
-        };
+        let made_names: BTreeSet<&str> = plan
+            .files
+            .iter()
+            .enumerate()
+            .filter(|(number, _)| self.files.holds(*number))
+            .map(|(_, file)| file.name.as_str())
+            .collect();
+        let is_made = |name: &str| made_names.contains(name);
         let last_names: BTreeSet<&str> = last.iter().copied().collect();
-        let files: Vec<(&str, u64)> =
-            manifest.files.iter().map(|file| (file.name.as_str(), file.size)).collect();
-        let before_last: Vec<(&str, u64)> =
-            files.iter().filter(|(name, _)| !last_names.contains(name)).copied().collect();
+        let before_last: Vec<(&str, u64)> = manifest
+            .files
+            .iter()
+            .map(|file| (file.name.as_str(), file.size))
+            .filter(|(name, _)| !last_names.contains(name))
+            .collect();
         let rest: Vec<(&str, u64)> = before_last.iter().filter(|(name, _)| !is_made(name)).copied().collect();
         upload_complete(staging, &rest, &*self.destination, control)?;
         control.check_running()?;
@@ -124,7 +125,7 @@ impl Uploads {
         for name in last {
             if is_made(name) {
                 self.files.wait_until_stored(true, control)?;
-            } else if *name == MANIFEST_NAME || files.iter().any(|(file, _)| file == name) {
+            } else if *name == MANIFEST_NAME || manifest.files.iter().any(|file| file.name == *name) {
                 // A name of a folder: what is in it is stored already.
                 self.destination.put_last(name, &staging.path().join(name))?;
             }
@@ -144,12 +145,12 @@ impl Drop for Uploads {
 
 /// Uploads files that are made meanwhile, one after another.
 fn upload_made(files: &Arc<MadeFiles>, destination: &dyn Destination) {
-    while let Some((name, parts)) = files.choose() {
+    while let Some((number, name, parts)) = files.choose() {
         let upload = || {
             destination.upload(&name, parts)?;
-            files.content(&name)?.map_or(Ok(()), |content| destination.record(&name, &content))
+            files.content(number)?.map_or(Ok(()), |content| destination.record(&name, &content))
         };
-        files.end_upload(&name, without_panic(upload));
+        files.end_upload(number, without_panic(upload));
     }
 }
 
