@@ -135,7 +135,11 @@ BARS = {
         "8 us and 1.0 KB for a name of one number, 1.8 KB for each with layers and experts, when they were "
         "last counted: the records of catalog and plan, which share the names.",
     ),
-    "P19": Bar("object store to object store", ()),
+    "P19": Bar(
+        "object store to object store, against a download, a conversion and an upload",
+        ("stores.measure_p19",),
+        "The server shares the cores; reads of heads are strided.",
+    ),
     "P20": Bar(
         "fp8 blocks to bf16, against compressed-tensors",
         ("dequantised.measure_p20",),

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -279,6 +280,45 @@ def command(a: dict[str, Any]) -> Job:
     return job
 
 
+def commands(a: dict[str, Any]) -> Job:
+    """Programs one after another, their starts included; ``before`` runs ahead, when ``remove`` is gone."""
+    for folder in a["remove"]:
+        shutil.rmtree(folder, ignore_errors=True)
+    for words in a["before"]:
+        subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def job() -> None:
+        for words in a["commands"]:
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    return job
+
+
+def obstore_reads(a: dict[str, Any]) -> Job:
+    """All large files below an address, in ranges of 8 MiB by four threads, with conditions."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import obstore
+
+    store = obstore.store.from_url(a["address"], client_options={"allow_http": True})
+
+    def job() -> None:
+        files = [meta for batch in obstore.list(store) for meta in batch if meta["size"] > 1 << 20]
+        step = 8 << 20
+        ranges = [(meta, at) for meta in files for at in range(0, meta["size"], step)]
+
+        def read(one: tuple[Any, int]) -> int:
+            meta, at = one
+            options: Any = {"range": (at, min(at + step, meta["size"])), "if_match": meta["e_tag"]}
+            return len(obstore.get(store, meta["path"], options=options).bytes())
+
+        with ThreadPoolExecutor(4) as pool:
+            total = sum(pool.map(read, ranges))
+        assert total == sum(meta["size"] for meta in files)
+
+    return job
+
+
 def program_speed(a: dict[str, Any]) -> Job:
     """A kernel of the core, by a program that times it itself and prints GB/s."""
 
@@ -458,6 +498,8 @@ SIDES = {
         script,
         zero_to_fp32,
         command,
+        commands,
+        obstore_reads,
         cli,
         paxml_script,
         model,
@@ -471,7 +513,7 @@ SIDES = {
     )
 }
 #: Sides whose work is done by other programs.
-PROGRAMS = ("copy", "command", "program_speed")
+PROGRAMS = ("copy", "command", "commands", "program_speed")
 
 
 def main() -> None:
