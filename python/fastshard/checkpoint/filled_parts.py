@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..common import codes
 from ..common.dtypes import TORCH_FLOATS
@@ -26,11 +27,16 @@ from ..expected.missing_tensors import is_buffer
 from ..expected.promised_parts import promised
 from ..layouts.declaration import Source, Unit, is_state
 from ..models.tensor_words import WORDS
+from . import moved_parts
 from .drafting import CoreRequest, draft_of
 
 if TYPE_CHECKING:
+    from ..common.listing import Folder
     from ..expected.expected_list import ExpectedTensors
+    from ..layouts.declaration import Binding
+    from ..layouts.declared_model import Description
     from .checkpoint import Checkpoint
+    from .moved_parts import Moves
 
 __all__ = ["Filled", "add", "find"]
 
@@ -39,6 +45,16 @@ __all__ = ["Filled", "add", "find"]
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8", "I32")
 #: Modules whose tensors have a row for each token.
 _OF_WORDS = (*WORDS["embedding_modules"], *WORDS["head_modules"])
+
+
+@dataclass(frozen=True)
+class MovedPart:
+    """A part of a model that was trained alone: its place there, and what describes the composite model."""
+
+    moves: Moves
+    model: Description
+    binding: Binding
+    folders: list[Folder]
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,8 @@ class Filled:
     parts: dict[str, list[str]]
     #: Names of tensors that were requested one by one.
     single: list[str]
+    #: Where the checkpoint's tensors lie in the model, for a part of it that was trained alone.
+    moved: MovedPart | None = None
 
 
 @dataclass(frozen=True)
@@ -99,16 +117,24 @@ def find(
             )
     (have, lost), whole = _list_tensors(base), _model(original)
     called = _spelled(whole.tensors, have, listed)
-    own = {called[name]: told for name, told in whole.tensors.items()}
-    _is_of_that_kind(own, have, path)
-    config = base.opened.source.model.config or original.opened.source.model.config or {}
-    by_name = {name: called[name] for name in whole.tensors if called[name] not in have}
-    parts: dict[str, list[str]] = {}
-    for part in promised(config):
-        if part.kind.within or any(part.holds(name) for name in (*have, *lost)):
-            continue
-        if names := [name for name in by_name if part.holds(name)]:
-            parts[str(part)] = names
+    own = {called[name]: tensor for name, tensor in whole.tensors.items()}
+    only = tuple(only)
+    configs = base.opened.source.model.config, original.opened.source.model.config
+    moved = None
+    if _count_common(own, have) == 0:
+        moved = moved_parts.find(have, whole.tensors, configs, path, partial(_is_like, only))
+    if moved is None:
+        _is_of_that_kind(own, have, path)
+        by_name = {name: called[name] for name in whole.tensors if called[name] not in have}
+        parts = _find_promised(configs[0] or configs[1] or {}, by_name, (*have, *lost))
+    else:
+        called = {name: name for name in whole.tensors}
+        placed = {*moved.names.values()}
+        by_name = {name: name for name in whole.tensors if name not in placed}
+        parts = defaultdict(list)
+        for name in by_name:
+            if not moved.holds(name) and not moved_parts.is_own_head(name, have, whole.tensors):
+                parts[moved.find_place(name)].append(name)
     buffers = [name for name in by_name.keys() - lost if is_buffer(name, whole.tensors[name][1])]
     if buffers:
         parts["buffers"] = sorted(buffers)
@@ -128,13 +154,15 @@ def find(
     _dtypes_fit([whole.tensors[name] for name in sorted(taken)], have.values(), path)
     files = [number for number, names in whole.of_file.items() if taken & set(names)]
     found = original.opened.files
+    source = original.opened.source
     return Filled(
         path,
         list(original.listing.roots),
         [found[number] for number in files],
         [{name: called[name] for name in whole.of_file[number] if name in taken} for number in files],
-        parts,
+        dict(parts),
         single,
+        None if moved is None else MovedPart(moved, source.model, source.binding, source.files.folders),
     )
 
 
@@ -146,9 +174,13 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
         filled: the parts to add.
         first: number of the first file of the parts.
     """
+    findings = []
+    if filled.moved is not None:
+        source, note = _move(source, filled.moved, filled.path)
+        findings.append(note)
     if not filled.files:
         message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
-        return source, [Finding.of(codes.FILLED, message, severity="warning")]
+        return source, [*findings, Finding.of(codes.FILLED, message, severity="warning")]
     prefix = source.names.prefix
     units: list[Unit] = []
     renamed: dict[str, str] = {}
@@ -165,7 +197,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
         ),
         names=replace(source.names, own=source.names.own | renamed),
     )
-    findings = [
+    findings += [
         Finding.of(
             codes.FILLED,
             f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}",
@@ -185,6 +217,41 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
         for name in filled.single
     ]
     return changed, findings
+
+
+def _move(source: Source, moved: MovedPart, path: str) -> tuple[Source, Finding]:
+    """Give the tensors of a part their names in the model; return the whole's declaration, and a note."""
+    prefix, names = source.names.prefix, moved.moves.names
+    places = ", ".join(f"{part}* as {whole}*" for part, whole in moved.moves.prefixes.items())
+    note = Finding.of(
+        codes.FILLED,
+        f"the checkpoint is a part of {path}, trained alone: {counted(len(names), 'tensor')} take their "
+        f"places there, {places}",
+        severity="note",
+        tensor=next(iter(names)),
+    )
+    source = source.as_called({prefix + name: prefix + whole for name, whole in names.items()}, note)
+    values = {**source.files.values, "moved": moved.moves.prefixes}
+    files = replace(source.files, values=values, folders=[*source.files.folders, *moved.folders])
+    return replace(source, model=moved.model, binding=moved.binding, files=files), note
+
+
+def _find_promised(
+    config: Mapping[str, Any], by_name: Mapping[str, str], present: Iterable[str]
+) -> dict[str, list[str]]:
+    """Find the names of the parts that a config promises and of which nothing is present."""
+    present = list(present)
+    parts = {}
+    for part in promised(config):
+        if part.kind.within or any(part.holds(name) for name in present):
+            continue
+        if names := [name for name in by_name if part.holds(name)]:
+            parts[str(part)] = names
+    return parts
+
+
+def _is_like(patterns: Iterable[str], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:
@@ -240,6 +307,12 @@ def _spelled(
     return called
 
 
+def _count_common(own: Mapping[str, object], have: Mapping[str, object]) -> int:
+    """Count the names that a checkpoint and a model have in common; 0 if most differ."""
+    common = len(own.keys() & have.keys())
+    return common if 2 * common > min(len(own), len(have)) else 0
+
+
 def _is_of_that_kind(
     own: Mapping[str, tuple[str, list[int]]], have: Mapping[str, tuple[str, list[int]]], path: str
 ) -> None:
@@ -249,7 +322,7 @@ def _is_of_that_kind(
     same shape.
     """
     common = own.keys() & have.keys()
-    if 2 * len(common) <= min(len(own), len(have)):
+    if not _count_common(own, have):
         raise FastshardError.of(
             codes.USAGE,
             f"the model {path} (--fill-from) has other names than the checkpoint: {len(common)} of "

@@ -143,7 +143,7 @@ class Source(TypedDict, total=False):
         Option(
             "path",
             "take parts of which no file holds anything (a frozen tower, MTP layers, buffers) from this "
-            "model, with which training began",
+            "model, with which training began; a part that was trained alone takes its place in it",
             metavar="DIR",
         ),
     ]

@@ -465,13 +465,13 @@ class Source(Freezable):
 
     def _unwrapped(self) -> list[Finding]:
         """Return a note that names omit the parts that wrappers added."""
-        first = next(iter(self.names.own.items()), None)
+        # Names that a reference or a composite model gives are no shorter.
+        wrapped = {name: own for name, own in self.names.own.items() if len(own) < len(name)}
+        first = next(iter(wrapped.items()), None)
         if first is None:
             return []
         who = put_in(first[0]) or "a wrapper"
-        message = (
-            f"{len(self.names.own)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
-        )
+        message = f"{len(wrapped)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
         return [Finding.of(codes.IGNORED, message, severity="note")]
 
     def _table_below(self) -> Table | None:

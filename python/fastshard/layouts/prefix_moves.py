@@ -102,7 +102,7 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
                     takers[other].append(own)
                 return
             if fitting:
-                found.uncertain |= {_reduced(own, _joined(to)): None for to in fitting}
+                found.uncertain |= {reduce_prefixes(own, _joined(to)): None for to in fitting}
                 found.undecided += len(below)
                 return
         children: dict[str, list[Parts]] = defaultdict(list)
@@ -116,7 +116,7 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
         visit(0, [_parts(name) for name in names])
     for by in takers.values():
         if len(by) > 1:
-            found.uncertain |= {_reduced(own, found.prefixes[own]): None for own in by}
+            found.uncertain |= {reduce_prefixes(own, found.prefixes[own]): None for own in by}
     _neighbours(found, names, set(others) - both - set(found.names.values()))
     return found
 
@@ -128,7 +128,7 @@ def _neighbours(found: Moved, names: Iterable[str], free: set[str]) -> None:
     """
     ways: dict[str, set[str]] = defaultdict(set)
     for own, other in found.prefixes.items():
-        own, other = _reduced(own, other)
+        own, other = reduce_prefixes(own, other)
         ways[own].add(other)
     certain = {own: to.pop() for own, to in ways.items() if len(to) == 1}
     for name in names:
@@ -141,7 +141,7 @@ def _neighbours(found: Moved, names: Iterable[str], free: set[str]) -> None:
             found.names[name] = to
 
 
-def _reduced(own: str, other: str) -> tuple[str, str]:
+def reduce_prefixes(own: str, other: str) -> tuple[str, str]:
     """Return two prefixes without their common ending."""
     a, b = own.split(".")[:-1], other.split(".")[:-1]
     while a and b and a[-1] == b[-1]:

@@ -1,0 +1,187 @@
+"""A part of a composite model that was trained alone, under names of its own, found in the composite model.
+
+A text model of a vision model calls ``model.layers.0`` what the whole calls
+``model.language_model.layers.0``; a thinker calls ``model.layers.0`` what the omni model calls
+``thinker.model.layers.0``. Names are moved by prefix, and only as a whole: each tensor of the part must be
+there, with the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..common import codes
+from ..common.errors import FastshardError, Finding, raise_errors
+from ..common.records import dataclass
+from ..expected.missing_tensors import is_buffer
+from ..layouts.prefix_moves import moved, reduce_prefixes
+from ..models.overridden_settings import is_equal, read_settings
+from ..models.tensor_words import WORDS
+
+__all__ = ["Moves", "find", "is_own_head"]
+
+_HEADS = WORDS["head_modules"]
+_TABLES = (*WORDS["embedding_modules"], *_HEADS)
+#: Levels of configs within each other that are looked at.
+_DEEPEST = 4
+
+#: Tensors by name, with dtype and shape.
+Tensors = Mapping[str, tuple[str, list[int]]]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The places of a part's tensors in the composite model."""
+
+    #: Names in the composite model by the part's own.
+    names: dict[str, str]
+    #: Beginnings of names in the part, and what they are in the composite model.
+    prefixes: dict[str, str]
+    #: Beginnings of the names of all modules in the composite model that belong to the part.
+    roots: tuple[str, ...]
+
+    def holds(self, name: str) -> bool:
+        """Return True for a name of the composite model that belongs to the part."""
+        return name.startswith(self.roots)
+
+    def find_place(self, name: str) -> str:
+        """Find the module of a tensor outside the part: the first one in which nothing of the part lies."""
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            place = ".".join(parts[:count])
+            if not any(root.startswith(f"{place}.") for root in self.roots):
+                return place
+        return name
+
+
+def find(
+    part: Tensors,
+    whole: Tensors,
+    configs: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
+    path: str,
+    only: Callable[[str], bool],
+) -> Moves | None:
+    """Find the places of a part's tensors in the composite model; return None if it is not a part of it.
+
+    Args:
+        part: the tensors of the part.
+        whole: the tensors of the model.
+        configs: the config of the part and of the model, if they have any.
+        path: the path of the model, for messages.
+        only: returns True for a name of a tensor that is taken from the model on request.
+
+    Raises:
+        FastshardError: ``FS106`` if it fits several places; ``FS102`` if the model has more tensors there
+            than the part, ``FS201`` for another shape; ``FS215`` if the configs of the part and of the model
+            state different settings.
+    """
+    own, composite = configs
+    inner = dict(_list_inner(composite or {}))
+    if own is not None and composite is not None and own.get("model_type") != composite.get("model_type"):
+        inner = {key: one for key, one in inner.items() if one.get("model_type") == own.get("model_type")}
+    else:
+        own = None
+    if not inner:
+        return None
+    way = moved(part.keys(), whole.keys(), lambda name, other: part[name][1] == whole[other][1])
+    if way.uncertain:
+        raise FastshardError.of(
+            codes.AMBIGUOUS,
+            f"the checkpoint fits several parts of {path} (--fill-from)",
+            got=way.readings,
+            help="write the checkpoint under the composite model's names",
+        )
+    names = {name: way.names.get(name, name) for name in part}
+    if not way.names or len(set(names.values()) & whole.keys()) < len(part):
+        return None
+    if own is not None:
+        _refuse_other_settings(own, inner, path)
+    prefixes = dict(reduce_prefixes(before, after) for before, after in way.prefixes.items())
+    # Modules whose names stay belong to the part too.
+    stay = {f"{name.rpartition('.')[0]}." for name in part if name not in way.names and "." in name}
+    found = Moves(names, prefixes, (*prefixes.values(), *sorted(stay)))
+    placed = {*names.values()}
+    is_tied = any(one.get("tie_word_embeddings") is True for one in (composite or {}, *inner.values()))
+    raise_errors(
+        [
+            Finding.of(
+                codes.SHAPE,
+                f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
+                tensor=name,
+                expected=str(whole[place][1]),
+                got=str(part[name][1]),
+                help="pass the model that training began with",
+            )
+            for name, place in names.items()
+            if part[name][1] != whole[place][1]
+        ]
+        + [
+            Finding.of(
+                codes.MISSING_TENSOR,
+                f"the model {path} (--fill-from) has this tensor in the part that was trained",
+                tensor=name,
+                expected=str(shape),
+                got="none",
+                help="restore the file that held it, or take the model's",
+                run=[f"--fill-only {name}"],
+            )
+            for name, (_, shape) in whole.items()
+            if name not in placed
+            and not only(name)
+            and not is_buffer(name, shape)
+            and (found.holds(name) or (is_own_head(name, part, whole) and not is_tied))
+        ]
+    )
+    return found
+
+
+def is_own_head(name: str, part: Tensors, whole: Tensors) -> bool:
+    """Return True for a head of the composite model that a part without one was trained with, or is tied to."""
+    if not _is_in(name, _HEADS) or any(_is_in(one, _HEADS) for one in part):
+        return False
+    return whole[name][1] in [shape for one, (_, shape) in part.items() if _is_in(one, _TABLES)]
+
+
+def _list_inner(
+    config: Mapping[str, Any], path: str = "", depth: int = 0
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """List the configs of a model's parts, each with its keys."""
+    if depth >= _DEEPEST:
+        return
+    for key, value in config.items():
+        if isinstance(value, dict) and isinstance(key, str):
+            if "model_type" in value:
+                yield f"{path}{key}", value
+            yield from _list_inner(value, f"{path}{key}.", depth + 1)
+
+
+def _refuse_other_settings(own: Mapping[str, Any], inner: Mapping[str, Mapping[str, Any]], path: str) -> None:
+    """Refuse a part whose config states other settings: the result has the config of the composite model."""
+    settings = read_settings(own)
+    differing = {}
+    for where, config in inner.items():
+        theirs = read_settings(config)
+        differing[where] = {
+            key: theirs[key]
+            for key in sorted(settings.keys() & theirs.keys())
+            if not is_equal(settings[key], theirs[key])
+        }
+    where = min(differing, key=lambda where: len(differing[where]))
+    raise_errors(
+        [
+            Finding.of(
+                codes.CONFIG_DISAGREES,
+                f"{where}.{key}: the checkpoint and the model {path} (--fill-from) state different values, "
+                "and the result has the model's config",
+                expected=f"{value}, as the model states",
+                got=f"{settings[key]}, as the checkpoint states",
+                help="pass the model that training began with, with the setting that training changed",
+            )
+            for key, value in differing[where].items()
+        ]
+    )
+
+
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in modules
