@@ -137,7 +137,7 @@ def find(
 
 
 def is_own_head(name: str, part: Tensors, whole: Tensors) -> bool:
-    """Return True for a head of the composite model that a part without one was trained with, or is tied to."""
+    """Return True for a head of the composite model that a part without one was trained with or tied to."""
     if not _is_in(name, _HEADS) or any(_is_in(one, _HEADS) for one in part):
         return False
     return whole[name][1] in [shape for one, (_, shape) in part.items() if _is_in(one, _TABLES)]
