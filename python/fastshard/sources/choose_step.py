@@ -21,7 +21,15 @@ from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from .base import Options
 from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
-from .step_trackers import MOST_NAMED, Step, folders_in, have, pointing_nowhere, tracked
+from .step_trackers import (
+    MOST_NAMED,
+    Step,
+    find_unfinished_mark,
+    folders_in,
+    have,
+    pointing_nowhere,
+    tracked,
+)
 
 #: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate
 #: utils/fsdp_utils.py
@@ -154,7 +162,7 @@ def choose(
         FastshardError: ``FS501`` for a step that does not exist; ``FS105`` if the tracker names one;
             ``FS106`` if nothing determines the step; ``FS104`` for a newer one that cannot be used.
     """
-    steps = _marked(steps)
+    steps = _marked(listing, steps)
     outer = _outer(steps)
     if outer is not None and (options.step is None or matching(outer, options.step)):
         # The Trainer keeps a framework's own steps in its own.
@@ -197,12 +205,21 @@ def _choose(
     return Chosen(name, findings, steps[name])
 
 
-def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
-    """Mark steps under temporary names as unfinished, unless there are no others."""
-    if all(plain(name) != name for name in steps):
+def _marked(listing: Listing, steps: Mapping[str, Step]) -> Mapping[str, Step]:
+    """Mark steps under temporary names, or beside a file that says so, as unfinished.
+
+    If there are no others, none is marked.
+    """
+    unfinished = {
+        name
+        for name, step in steps.items()
+        if plain(name) != name
+        or any(find_unfinished_mark(listing, root, folder) for root, folder in step.folders)
+    }
+    if len(unfinished) == len(steps):
         return steps
     return {
-        name: step if plain(name) == name else replace(step, usable=False, temporary=True)
+        name: replace(step, usable=False, temporary=True) if name in unfinished else step
         for name, step in steps.items()
     }
 

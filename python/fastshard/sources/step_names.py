@@ -20,6 +20,12 @@ _NUMBERED = compile_when_used(
 
 
 _NUMBER = compile_when_used(r"\d{1,18}")
+#: Counts that Lightning's names state by word, beside metrics whose values say nothing of order. source:
+#: pytorch_lightning callbacks/model_checkpoint.py (`_format_checkpoint_name`); NeMo adds
+#: `reduced_train_loss=2.31` before them and `consumed_samples=512.0` after them
+_COUNTS = compile_when_used(r"(?:^|[-_])(epoch|step)=(\d{1,18})(?!\d|\.\d)")
+#: The copy of the last step that NeMo, as it goes on, prefers.
+_LAST = "-last"
 
 
 def plain(name: str) -> str:
@@ -34,7 +40,10 @@ def number(name: str) -> int:
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """List the numbers in a name."""
+    """List the numbers in a name; epoch and step alone if the name states the step by that word."""
+    counts = {match[1]: int(match[2]) for match in _COUNTS.finditer(plain(name))}
+    if "step" in counts:
+        return (*([counts["epoch"]] if "epoch" in counts else []), counts["step"])
     return tuple(int(n) for n in _NUMBER.findall(plain(name)))
 
 
@@ -44,7 +53,12 @@ def alike(one: str, other: str) -> bool:
 
 
 def newer(one: str, than: str) -> bool:
-    """Return True if a step is newer than another, by the numbers in their names (epoch before step)."""
+    """Return True if a step is newer than another, by the numbers in their names (epoch before step).
+
+    Of two saves of one step the one that is called the last is newer.
+    """
+    if one == than + _LAST:
+        return True
     if alike(one, than):
         return numbers_of(one) > numbers_of(than)
     return number(one) > number(than) >= 0
@@ -60,6 +74,7 @@ def matching(steps: Iterable[str], wanted: str) -> list[str]:
     same = [n for n in names if meant >= 0 and number(n) == meant]
     # What a crash left of a step is meant only by its whole name.
     same = [n for n in same if plain(n) == n] or same
+    same = [n for n in same if n + _LAST not in same]
     return [n for n in same if wanted.isdecimal() or n.isdecimal() or alike(n, wanted)]
 
 

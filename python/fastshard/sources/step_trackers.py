@@ -24,6 +24,12 @@ _MEGATRON = "latest_checkpointed_iteration.txt"
 _TRACKERS = ("latest", "latest_universal", _MEGATRON)
 #: Those of runs whose steps may hold models that any framework reads.
 OF_RUNS = ("latest", _MEGATRON)
+#: What NeMo puts after the name of a checkpoint's folder to mark it: an empty file, until the save is over.
+#: source: NeMo nemo/lightning/pytorch/callbacks/model_checkpoint.py (`UNFINISHED_CHECKPOINT_SUFFIX`)
+_UNFINISHED = "-unfinished"
+#: A copy with averaged weights shares the mark of the checkpoint beside which it lies; NeMo's tensors are in
+#: this folder of a checkpoint.
+_AVERAGED, _WEIGHTS = "-EMA", "weights"
 #: A name that a shell takes as it is.
 _PLAIN = compile_when_used(r"[\w.-]+", re.ASCII)
 
@@ -60,6 +66,57 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
             run=["--step NAME"],
         )
     return first, named[first]
+
+
+def find_unfinished_mark(listing: Listing, root: int, folder: str) -> str | None:
+    """Return the path of the file that marks a checkpoint as unfinished; None if there is none.
+
+    Args:
+        listing: contents of the roots.
+        root: number of the root that holds the checkpoint.
+        folder: folder of the checkpoint or of its tensors, below the root.
+    """
+    parts = folder.split("/") if folder else []
+    if parts and parts[-1] == _WEIGHTS:
+        parts.pop()
+    if parts:
+        path = "/".join([*parts[:-1], _mark_of(parts[-1])])
+        return path if listing.has(root, path) else None
+    at = listing.roots[root].absolute()
+    at = at.parent if not folder and at.name == _WEIGHTS else at
+    # Of a root the mark lies beside it.
+    mark = at.with_name(_mark_of(at.name)) if at.name else at
+    with contextlib.suppress(OSError):
+        if mark != at and mark.is_file():
+            return str(mark)
+    return None
+
+
+def _mark_of(name: str) -> str:
+    return f"{name.removesuffix(_AVERAGED)}{_UNFINISHED}"
+
+
+def refuse_unfinished(listing: Listing, places: Iterable[tuple[int, str]]) -> list[Finding]:
+    """Report a checkpoint that a file beside it marks as unfinished.
+
+    Args:
+        listing: contents of the roots.
+        places: root and folder of each of its parts.
+    """
+    marks = dict.fromkeys(
+        mark for root, folder in places if (mark := find_unfinished_mark(listing, root, folder))
+    )
+    return [
+        Finding.of(
+            codes.UNCOMMITTED,
+            "the checkpoint is marked as unfinished: its save, or its removal, has begun and is not over",
+            file=mark,
+            expected="no such file: the run deletes it at the end of a save",
+            help="wait until the run has saved it, or use another step; if the save is known to be whole, "
+            "delete the file",
+        )
+        for mark in marks
+    ]
 
 
 def have(steps: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from .. import hf_config, model_prefix
 from ..base import Contents, Found, Options, missing, unexpected
 from ..choose_step import folder_of, within_this
 from ..index_files import safe_relative
+from ..step_trackers import refuse_unfinished
 from ..zero.flat_state import tensors_below
 from . import metadata as dcp_metadata
 from . import optim
@@ -132,7 +133,7 @@ class Dcp:
             if file.folder == folder:
                 ranks.setdefault(rank, []).append(file)
         trackers = [f for f in metadata if f.folder == folder]
-        findings: list[Finding] = []
+        findings = refuse_unfinished(listing, [place for place in places if place[1] == folder])
         if trackers:
             described = dcp_metadata.read(listing, dcp_metadata.one_of(listing, trackers))
             if ranks:
@@ -140,7 +141,9 @@ class Dcp:
         else:
             described = dcp_metadata.of_ranks(listing, ranks, findings)
             findings += dcp_metadata.ranks_without(listing, folder, ranks)
-        found = self._found(listing, folder, chosen.name or None, described)
+        # NeMo's folder of tensors is no step.
+        step = chosen.name if chosen.name not in ("", "weights") else None
+        found = self._found(listing, folder, step, described)
         return replace(found, findings=[*chosen.findings, *findings, *found.findings, *within_this(within)])
 
     def _found(

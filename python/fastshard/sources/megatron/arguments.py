@@ -78,6 +78,9 @@ def override(
         source.findings += find_missing_rows(config, args.get("padded_vocab_size"), file)
     else:
         source.findings += find_repeated_spellings(config, options.config_path or "config")
+    if "rms_norm_eps" in config:
+        # A config.json says by this name alone which norm the model has.
+        settings.setdefault("normalization", args.get("normalization") or "RMSNorm")
     return {**args, **settings}, lacking
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...common import json_text
 from ...common.listing import Listing
+from ...common.records import replace
 from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Source
@@ -16,7 +17,7 @@ from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, missing
 from ..dcp.dcp_files import DcpFiles
 from ..dcp.optim import read_object
-from . import arguments, optim, table_match
+from . import arguments, nemo, optim, table_match
 
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
 _COMMON = "common_state/shard_0_1"
@@ -41,32 +42,62 @@ class TorchDist:
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)
         args = arguments.arguments(state)
-        weights = optim.divide(source, tensors, found.seen.metadata, args, state)
-        shapes = {name: shape for name, shape, _ in weights}
-        names = {entry["name"] for entry in found.seen.metadata["tensors"]}
-        source.framework, source.binding.pass_unknown = "Megatron-LM (torch_dist)", False
-        # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-        source.binding.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
-        source.files.values |= {"iteration": args.get("iteration"), "args": args}
-        file = next((f.path for f in found.files if f.name == "common.pt"), None)
-        args, lacking = arguments.override(source, args, options, file)
-        arguments.describe(source, args, names, lacking)
-        # What is stored is all that there is: no arguments call for more.
-        source.binding.facts["output_layer"] = "output_layer.weight" in names
-        if "gated" not in source.binding.facts and (gated := _gated(shapes)) is not None:
-            source.binding.facts["gated"] = gated
+        settings = None if args else nemo.read_settings(listing, found.folder)
+        weights = optim.divide(
+            source,
+            tensors,
+            found.seen.metadata,
+            args if settings is None else settings.of_optimizer(),
+            state,
+        )
+        stored = {name: shape for name, shape, _ in weights}
         # What lies in a file that is gone belongs to the model all the same.
-        shapes |= {
+        stored |= {
             entry["name"]: entry["shape"]
             for entry in found.seen.metadata["tensors"]
             if entry["name"] in found.seen.lacking and not optim.is_state(entry["name"])
         }
+        prefix = nemo.prefix_of(stored)
+        names = {entry["name"].removeprefix(prefix) for entry in found.seen.metadata["tensors"]}
+        shapes = {name.removeprefix(prefix): shape for name, shape in stored.items()}
+        source.binding.pass_unknown = False
+        source.framework = (
+            f"{settings.framework if settings else 'NeMo' if prefix else 'Megatron-LM'} (torch_dist)"
+        )
+        # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
+        source.binding.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
+        file = next((f.path for f in found.files if f.name == "common.pt"), None)
+        unstated: list[Lack] = []
+        if settings is not None:
+            args, unstated, file = {**settings.args, **_iteration(state)}, settings.lacking, settings.file
+            source.files.folders = settings.folders
+        source.files.values |= {"iteration": args.get("iteration"), "args": args}
+        args, lacking = arguments.override(source, args, options, file)
+        arguments.describe(source, args, names, [*unstated, *lacking])
+        # What is stored is all that there is: no arguments call for more.
+        source.binding.facts["output_layer"] = "output_layer.weight" in names
+        if "gated" not in source.binding.facts and (gated := _gated(shapes)) is not None:
+            source.binding.facts["gated"] = gated
         lack = table_match.unnamed(
             tables.table(source.binding.layout), shapes, source.binding.axes, source.binding.facts, args
         )
         if lack is not None:
-            table_match.leave_unnamed(source, lack, shapes, args)
+            table_match.leave_unnamed(source, lack, stored, args)
+            if prefix and not args:
+                unstated_model = nemo.Unstated(nemo.name_settings(found.folder))
+                source.model = replace(source.model, dialect=unstated_model)
+        elif prefix:
+            table = tables.table(source.binding.layout)
+            source.binding.table = table.with_rules(
+                [rule.renamed(prefix + rule.name) for rule in table.rules]
+            )
         return weights
+
+
+def _iteration(state: dict[str, Any]) -> dict[str, int]:
+    """Return the iteration that the common part states: Megatron's count, or Lightning's."""
+    value = state.get("iteration", state.get("global_step"))
+    return {"iteration": value} if isinstance(value, int) and not isinstance(value, bool) else {}
 
 
 def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
