@@ -3,7 +3,7 @@
 The layout is that of NeMo's sources: nemo/lightning/io/pl.py (`MegatronCheckpointIO`: the save in `weights`),
 nemo/lightning/io/mixin.py (`_io_dump_yaml`: all fields of the config with their defaults, classes and
 functions as `_target_` with `_call_: false`), nemo/lightning/pytorch/strategies/megatron_strategy.py (the
-common part is Lightning's). `tests/real_megatron/test_nemo.py` has a save by megatron-core itself.
+common part is Lightning's). `tests/real_megatron/test_nemo_saves.py` has a save by megatron-core itself.
 """
 
 from __future__ import annotations

@@ -191,6 +191,10 @@ def test_settings_that_contradict_the_shards_are_refused(
     [
         ({"activation_func": nemo_maker.target("torch._C._nn.gelu")}, "activation_func"),
         ({"activation_func": None}, "activation_func"),
+        (
+            {"gated_linear_unit": None, "activation_func": nemo_maker.target("torch._C._nn.gelu")},
+            "activation_func",
+        ),
         ({"normalization": "LayerNorm"}, "normalization"),
         ({"layernorm_zero_centered_gamma": True}, "apply_layernorm_1p"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
@@ -199,6 +203,7 @@ def test_settings_that_contradict_the_shards_are_refused(
         ({"seq_len_interpolation_factor": 4.0}, "rotary_seq_len_interpolation_factor"),
         ({"no_rope_freq": [0, 0, 1, 0]}, "no_rope_freq"),
         ({"multi_latent_attention": True}, "multi_latent_attention"),
+        ({"scale_factor": 8}, "low_freq_factor"),
         (
             {"scale_factor": 8, "low_freq_factor": 2, "high_freq_factor": 4, "old_context_len": 8192},
             "low_freq_factor",

@@ -252,20 +252,21 @@ def _is_routing(name: str) -> bool:
 def _activation(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
     """Set ``swiglu``; report the function of a gated projection if it is not the one that this means."""
     gated = config.get("gated_linear_unit")
-    if gated is None:
-        return []
-    args["swiglu"] = gated
+    if gated is not None:
+        args["swiglu"] = gated
     given = config.get("activation_func")
     function = str(as_dict(given).get("_target_") or given or "not stated")
-    if gated and function.rpartition(".")[2] not in ("silu", "swish"):
-        return [Lack("activation_func", "silu", function[:80])]
-    return []
+    is_silu = function.rpartition(".")[2] in ("silu", "swish")
+    # Without either nothing is stated, and the shapes tell whether there is a gate.
+    if is_silu or gated is False or (gated is None and given is None):
+        return []
+    return [Lack("activation_func", "silu", function[:80])]
 
 
 def _scaling(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
     """Set the arguments of Llama 3's rotary scaling; report parts of it that no argument states."""
     factor = config.get(_SCALE)
-    if factor is None or "old_context_len" not in config:
+    if factor is None:
         if config.get("rope_scaling") is True:
             # source: megatron/core/models/gpt/gpt_model.py (`rope_scaling`)
             args["use_rope_scaling"] = True
