@@ -131,7 +131,7 @@ class Unstated:
         finding = missing(
             self.file,
             {},
-            "it states the settings of the model (layers, heads, norms), which no tensor tells",
+            "it states the settings of the model (layers, heads, norms), which no tensor states",
             "copy it from the original checkpoint, or pass the model's config",
             run=["--config FILE"],
         )
@@ -257,7 +257,7 @@ def _activation(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
     given = config.get("activation_func")
     function = str(as_dict(given).get("_target_") or given or "not stated")
     is_silu = function.rpartition(".")[2] in ("silu", "swish")
-    # Without either nothing is stated, and the shapes tell whether there is a gate.
+    # Without either nothing is stated, and the shapes decide whether there is a gate.
     if is_silu or gated is False or (gated is None and given is None):
         return []
     return [Lack("activation_func", "silu", function[:80])]
