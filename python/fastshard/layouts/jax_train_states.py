@@ -20,6 +20,8 @@ MOMENTS = {"mu": -1.0, "nu": -2.0}
 _LAYERS = "layers_{L}"
 #: Why the optimizer's state is not in a result.
 LEFT_OUT = "optimizer state: --optimizer takes it along, towards a layout that holds it"
+#: Why keys of random numbers are not in a result.
+RANDOM = "the state of random numbers: it is no weight"
 NO_STEP = "the step of a train state: the target has no place for it"
 
 
@@ -50,8 +52,12 @@ class Rules:
     names: Names
     #: Axis of the layers, where they are stacked.
     scan: int | None = None
-    #: Why nothing that needs to know the layers' axis can be made of it.
+    #: Why nothing can be made of it but a merge.
     unclear: FastshardError | None = None
+    #: Name stored, or pattern of such names, by the one in `names`; None where they are the same.
+    spell: Callable[[str], str] | None = None
+    #: Names stored of the state of random numbers.
+    random: tuple[str, ...] = ()
 
     def __call__(self, step: bool, optimizer: bool) -> Table:
         """Return the table without the state that the caller leaves out.
@@ -62,11 +68,20 @@ class Rules:
         if self.unclear is not None:
             raise self.unclear
         states: tuple[State, State] = ("left out", "kept")
-        return table(self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer])
+        made = table(self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer])
+        return self._spelled(made, [Rule.ignoring(name, RANDOM) for name in self.random])
 
     def whole(self, moments: bool) -> Table:
         """Return the table for a merge, which keeps every name; ``moments`` is True if there are moments."""
-        return table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
+        made = table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
+        return self._spelled(made, [])
+
+    def _spelled(self, made: Table, more: list[Rule]) -> Table:
+        """Return a table with the names stored, and with more rules."""
+        spell = self.spell
+        if spell is None:
+            return made.with_rules([*made.rules, *more]) if more else made
+        return made.with_rules([*(rule.renamed(spell(rule.name)) for rule in made.rules), *more])
 
 
 def scanned(rule: Rule, axis: int) -> Rule:

@@ -1,4 +1,4 @@
-"""MaxText train states: the model that names and shapes show, and the table that fits them.
+"""MaxText train states, of linen and of NNX: the model that names and shapes show, and the fitting table.
 
 source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax
     core/axes_scan.py
@@ -14,25 +14,26 @@ from typing import Any
 from .._core import Table
 from ..common import codes
 from ..common.errors import FastshardError, Finding
-from ..common.regex import compile_when_used
-from ..layouts import tables
+from ..layouts import nnx_names, tables
 from ..layouts.declaration import Description, Optimizer, Source
 from ..layouts.jax_train_states import Rules, place, scanned
 from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
+from ..layouts.nnx_names import NnxNames
 from ..models import config_json, maxtext, maxtext_sizes
 from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
 FAMILIES = ("llama", "gpt3")
-_WEIGHT = compile_when_used(r"^((?:params\.)+)((?:decoder|token_embedder)\..*)$")
 #: Where a scan may have put the layers, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 _STACKED = "decoder.layers."
+#: Tensors named in findings at most.
+_NAMED = 20
 
 
 def is_train_state(names: Any) -> bool:
     """Return True if the names are those of a MaxText train state or of its parameters."""
-    return any(_WEIGHT.match(name) for name in names)
+    return nnx_names.read(names) is not None
 
 
 def describe(
@@ -54,16 +55,22 @@ def describe(
     Raises:
         FastshardError: ``FS211`` for values of the config that have the wrong type.
     """
-    roots = Counter(match[1] for name in arrays if (match := _WEIGHT.match(name)))
-    if not roots:
+    tree = nnx_names.read(arrays)
+    if tree is None:
         return
-    root = roots.most_common(1)[0][0]
+    root = tree.root
+    # From here on by the names of linen: the tables speak of these.
+    arrays = {name: arrays[stored] for name, stored in tree.stored.items()}
     shapes = {
         name.removeprefix(root): tuple(shape) for name, (_, shape) in arrays.items() if name.startswith(root)
     }
     stacked = any(name.startswith(_STACKED) for name in shapes)
     source.framework, source.binding.pass_unknown = "MaxText", True
-    family = _family(source, shapes, stacked, root)
+    source.tensor_findings += _repeated(tree)
+    if tree.factors and not shapes:
+        source.model = Description(config=config, no_table=f"{tree.factors[0]} is a factor of an adapter")
+        return
+    family = _family(source, shapes, stacked, tree)
     if family is None:
         source.model = Description(config=config)
         return
@@ -82,7 +89,10 @@ def describe(
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
     axis, unclear = _scan_axis(table, shapes, source.binding.axes, config or {}) if stacked else (None, None)
-    rules = Rules(table, names_of(root, arrays), axis, unclear)
+    is_spelled = any(name != stored for name, stored in tree.stored.items())
+    spell = tree.spell if is_spelled else None
+    names = names_of(root, arrays)
+    rules = Rules(table, names, axis, _inconvertible(tree) or unclear, spell, tree.random)
     moments = any(MOMENT.match(name) for name in arrays)
     source.optimizer = Optimizer(moments_named=moments, rules=rules)
     # What is merged keeps every name, and needs no axis of the layers.
@@ -100,7 +110,53 @@ def _weights(table: Table, axis: int | None) -> Table:
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
 
 
-def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str) -> str | None:
+def _repeated(tree: NnxNames) -> list[Finding]:
+    """Report tensors that the tree holds under two names, as of linen and of NNX."""
+    findings = [
+        Finding.of(
+            codes.OVERLAP,
+            "the tree holds this tensor twice, under two forms of its name: nothing says which one is meant",
+            tensor=stored[1],
+            expected="one of them",
+            got=", ".join(stored),
+            help="remove the copy that another save has left, or leave it out of a merge",
+            run=[f"--exclude '{stored[1]}'"],
+        )
+        for stored in tree.repeated.values()
+    ]
+    more = len(findings) - _NAMED
+    if more <= 0:
+        return findings
+    return [*findings[:_NAMED], Finding.of(codes.OVERLAP, f"and {more} more tensors that are there twice")]
+
+
+def _inconvertible(tree: NnxNames) -> FastshardError | None:
+    """Return why the tensors of a tree are not a model's weights, though they can be merged."""
+    if tree.factors:
+        return FastshardError.of(
+            codes.UNSUPPORTED,
+            f"{len(tree.factors)} factors of an adapter are not merged into the weights: their scale is not "
+            "in the checkpoint",
+            tensor=tree.factors[0],
+            expected="weights alone",
+            help="merge them in the run that trained them (MaxText's to_huggingface takes lora_alpha and "
+            "lora_rank), and save the model; or merge the checkpoint, which keeps all names",
+            run=["fastshard merge CKPT OUT"],
+        )
+    if tree.other_containers:
+        containers = (tree.container, *tree.other_containers)
+        return FastshardError.of(
+            codes.AMBIGUOUS,
+            "the checkpoint holds weights in several places: nothing says which model is meant",
+            expected="one model",
+            got=", ".join(f"{container}*" for container in containers),
+            help="save the model alone; or merge the checkpoint, which keeps all names",
+            run=["fastshard merge CKPT OUT"],
+        )
+    return None
+
+
+def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames) -> str | None:
     strange: dict[str, list[str]] = {}
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
@@ -115,7 +171,7 @@ def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str)
             codes.UNSUPPORTED,
             "no layout for this MaxText model: its tensors can be merged, not converted to other layouts",
             severity="note",
-            tensor=root + strange[likely][0] if strange[likely] else None,
+            tensor=tree.spell(tree.root + strange[likely][0]) if strange[likely] else None,
             expected="a model of the " + " or ".join(f"{f} kind" for f in FAMILIES),
             help="describe its tensors in a layout of your own",
             run=["--layout FILE.toml"],

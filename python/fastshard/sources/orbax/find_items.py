@@ -14,6 +14,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field
 from ...common.regex import compile_when_used
+from ...layouts.nnx_names import MODEL_ITEM, OPTIMIZER_ITEM
 from .. import choose_step, step_names
 from ..base import Options
 from ..step_trackers import Step
@@ -261,7 +262,11 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     _refuse_other_steps(listing, everywhere, places, chosen)
     # A directory that was itself given is the item that is meant, whatever it is called.
     items = {p.item for p in chosen if p.folder or len(listing.roots) == 1}
-    if len(items) > 1:
+    if items == {MODEL_ITEM, OPTIMIZER_ITEM}:
+        beside = next(p for p in chosen if p.item == OPTIMIZER_ITEM)
+        chosen = [p for p in chosen if p.item != OPTIMIZER_ITEM]
+        findings = [*findings, _optimizer_left(listing, beside)]
+    elif len(items) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
             "several items hold arrays",
@@ -282,6 +287,17 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     first = [(p, {process.id for process in p.processes}) for p in chosen]
     first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
     return [place for place, _ in first], findings
+
+
+def _optimizer_left(listing: Listing, place: Place) -> Finding:
+    """Report that the optimizer's state lies in an item of its own, which is not taken."""
+    return Finding.of(
+        codes.IGNORED,
+        f"{OPTIMIZER_ITEM} is an item of its own and not taken: the model is {MODEL_ITEM}",
+        severity="note",
+        file=place.label(listing),
+        help="pass its directory as CKPT to merge it by itself",
+    )
 
 
 def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[list[Place], list[Finding]]:
