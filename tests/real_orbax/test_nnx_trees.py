@@ -1,4 +1,4 @@
-"""Trees of flax NNX that real Orbax writes as MaxText and Tunix have it save them, and each file lost once."""
+"""Trees of flax NNX that real Orbax writes, as MaxText and Tunix save them, and each file lost once."""
 
 from __future__ import annotations
 

@@ -68,20 +68,22 @@ class Rules:
         if self.unclear is not None:
             raise self.unclear
         states: tuple[State, State] = ("left out", "kept")
-        made = table(self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer])
-        return self._spelled(made, [Rule.ignoring(name, RANDOM) for name in self.random])
+        whole = table(
+            self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer]
+        )
+        return self._spell_rules(whole, [Rule.ignoring(name, RANDOM) for name in self.random])
 
     def whole(self, moments: bool) -> Table:
         """Return the table for a merge, which keeps every name; ``moments`` is True if there are moments."""
-        made = table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
-        return self._spelled(made, [])
+        whole = table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
+        return self._spell_rules(whole, [])
 
-    def _spelled(self, made: Table, more: list[Rule]) -> Table:
+    def _spell_rules(self, whole: Table, more: list[Rule]) -> Table:
         """Return a table with the names stored, and with more rules."""
         spell = self.spell
         if spell is None:
-            return made.with_rules([*made.rules, *more]) if more else made
-        return made.with_rules([*(rule.renamed(spell(rule.name)) for rule in made.rules), *more])
+            return whole.with_rules([*whole.rules, *more]) if more else whole
+        return whole.with_rules([*(rule.renamed(spell(rule.name)) for rule in whole.rules), *more])
 
 
 def scanned(rule: Rule, axis: int) -> Rule:

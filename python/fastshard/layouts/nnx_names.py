@@ -71,17 +71,17 @@ class NnxNames:
             return self.stored[name]
         moment = _MOMENT.match(name)
         if moment is not None:
-            return self._optimizer(moment[1]) + self.moments_container + self._inner(moment[3])
+            return self._spell_optimizer(moment[1]) + self.moments_container + self._spell_inner(moment[3])
         if _STATE.match(name):
-            return self._optimizer(name) + self.ending
+            return self._spell_optimizer(name) + self.ending
         if name.startswith(self.root):
-            return self.container + self._inner(name.removeprefix(self.root))
+            return self.container + self._spell_inner(name.removeprefix(self.root))
         return name
 
-    def _inner(self, name: str) -> str:
+    def _spell_inner(self, name: str) -> str:
         return name.replace("layers_{L}", f"layers{self.separator}{{L}}") + self.ending
 
-    def _optimizer(self, name: str) -> str:
+    def _spell_optimizer(self, name: str) -> str:
         wrapped = any(stored.startswith(_OPTIMIZER) for stored in self.stored.values())
         return _OPTIMIZER + name if wrapped else name
 
@@ -111,11 +111,11 @@ def read(names: Iterable[str]) -> NnxNames | None:
         return None
     root, excluded = container if is_linen else _LINEN, set(factors)
     own = {
-        name: root + _folded(name.removeprefix(container).removesuffix(_VALUE))
+        name: root + _fold_indices(name.removeprefix(container).removesuffix(_VALUE))
         for name in weights
         if name not in excluded
     }
-    own |= {name: _of_optimizer(name, is_linen) for name in rest if _STATE.match(name)}
+    own |= {name: _name_in_optimizer(name, is_linen) for name in rest if _STATE.match(name)}
     ending = _VALUE if len(valued) * 2 > len(weights) else ""
     separators = Counter(match[1] for name in found if (match := _LAYER.search(name)))
     separator = separators.most_common(1)[0][0] if separators else "_"
@@ -145,16 +145,16 @@ def read(names: Iterable[str]) -> NnxNames | None:
     )
 
 
-def _folded(name: str) -> str:
+def _fold_indices(name: str) -> str:
     """Return a name with places in lists as parts of the lists' names: ``layers.0`` is ``layers_0``."""
     return _INDEX.sub(r"_\1", name)
 
 
-def _of_optimizer(name: str, is_linen: bool) -> str:
+def _name_in_optimizer(name: str, is_linen: bool) -> str:
     """Return the name of a part of the optimizer's state in a train state of linen."""
     bare = name.removeprefix(_OPTIMIZER)
     bare = bare if is_linen else bare.removesuffix(_VALUE)
     moment = _MOMENT.match(bare)
     if moment is None:
         return bare
-    return moment[1] + (moment[2] if is_linen else "params.") + _folded(moment[3])
+    return moment[1] + (moment[2] if is_linen else "params.") + _fold_indices(moment[3])

@@ -66,7 +66,7 @@ def describe(
     }
     stacked = any(name.startswith(_STACKED) for name in shapes)
     source.framework, source.binding.pass_unknown = "MaxText", True
-    source.tensor_findings += _repeated(tree)
+    source.tensor_findings += _find_repeated(tree)
     if tree.factors and not shapes:
         source.model = Description(config=config, no_table=f"{tree.factors[0]} is a factor of an adapter")
         return
@@ -92,7 +92,7 @@ def describe(
     is_spelled = any(name != stored for name, stored in tree.stored.items())
     spell = tree.spell if is_spelled else None
     names = names_of(root, arrays)
-    rules = Rules(table, names, axis, _inconvertible(tree) or unclear, spell, tree.random)
+    rules = Rules(table, names, axis, _find_obstacle(tree) or unclear, spell, tree.random)
     moments = any(MOMENT.match(name) for name in arrays)
     source.optimizer = Optimizer(moments_named=moments, rules=rules)
     # What is merged keeps every name, and needs no axis of the layers.
@@ -110,7 +110,7 @@ def _weights(table: Table, axis: int | None) -> Table:
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
 
 
-def _repeated(tree: NnxNames) -> list[Finding]:
+def _find_repeated(tree: NnxNames) -> list[Finding]:
     """Report tensors that the tree holds under two names, as of linen and of NNX."""
     findings = [
         Finding.of(
@@ -119,7 +119,7 @@ def _repeated(tree: NnxNames) -> list[Finding]:
             tensor=stored[1],
             expected="one of them",
             got=", ".join(stored),
-            help="remove the copy that another save has left, or leave it out of a merge",
+            help="leave one of them out of a merge, or move what another save has left away",
             run=[f"--exclude '{stored[1]}'"],
         )
         for stored in tree.repeated.values()
@@ -130,8 +130,8 @@ def _repeated(tree: NnxNames) -> list[Finding]:
     return [*findings[:_NAMED], Finding.of(codes.OVERLAP, f"and {more} more tensors that are there twice")]
 
 
-def _inconvertible(tree: NnxNames) -> FastshardError | None:
-    """Return why the tensors of a tree are not a model's weights, though they can be merged."""
+def _find_obstacle(tree: NnxNames) -> FastshardError | None:
+    """Return why a tree can be merged and not converted; None if nothing speaks against it."""
     if tree.factors:
         return FastshardError.of(
             codes.UNSUPPORTED,

@@ -265,7 +265,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     if items == {MODEL_ITEM, OPTIMIZER_ITEM}:
         beside = next(p for p in chosen if p.item == OPTIMIZER_ITEM)
         chosen = [p for p in chosen if p.item != OPTIMIZER_ITEM]
-        findings = [*findings, _optimizer_left(listing, beside)]
+        findings = [*findings, _report_optimizer(listing, beside)]
     elif len(items) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
@@ -289,11 +289,11 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     return [place for place, _ in first], findings
 
 
-def _optimizer_left(listing: Listing, place: Place) -> Finding:
-    """Report that the optimizer's state lies in an item of its own, which is not taken."""
+def _report_optimizer(listing: Listing, place: Place) -> Finding:
+    """Report that the optimizer's state lies in a separate item, which is not taken."""
     return Finding.of(
         codes.IGNORED,
-        f"{OPTIMIZER_ITEM} is an item of its own and not taken: the model is {MODEL_ITEM}",
+        f"{OPTIMIZER_ITEM} is a separate item and not taken: the model is {MODEL_ITEM}",
         severity="note",
         file=place.label(listing),
         help="pass its directory as CKPT to merge it by itself",
