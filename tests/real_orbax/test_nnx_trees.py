@@ -126,7 +126,14 @@ def test_the_optimizers_item_by_itself_is_merged(tmp_path: Path) -> None:
     ran = cli("merge", folder / "3/optimizer_state", tmp_path / "out")
     assert ran.code == 0, ran.out
     assert set(read(tmp_path / "out")) == {"opt_state.0.mu.decoder.decoder_norm.scale.value"}
-    # Its names are no weights.
+    # Its names are not those of weights.
     assert_refused(
         folder / "3/optimizer_state", tmp_path / "hf", "FS514", exit=2, command=("convert", "--to", "hf")
     )
+
+
+def test_a_model_that_is_gone_is_not_its_optimizer(tmp_path: Path) -> None:
+    folder = saved_by_tunix(tmp_path / "run", {"base": state(1)})
+    shutil.rmtree(folder / "3/model_params")
+    for ckpt in (folder, folder / "3"):
+        assert_refused(ckpt, tmp_path / "out", "FS101", exit=3, message="model_params is missing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...common import codes
+from ...common import codes, json_text
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field
@@ -266,6 +266,8 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
         beside = next(p for p in chosen if p.item == OPTIMIZER_ITEM)
         chosen = [p for p in chosen if p.item != OPTIMIZER_ITEM]
         findings = [*findings, _report_optimizer(listing, beside)]
+    elif items == {OPTIMIZER_ITEM}:
+        _refuse_optimizer_alone(listing, chosen)
     elif len(items) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
@@ -287,6 +289,28 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     first = [(p, {process.id for process in p.processes}) for p in chosen]
     first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
     return [place for place, _ in first], findings
+
+
+def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:
+    """Raise an error if the step's metadata names the model's item, and only the optimizer's is there.
+
+    The optimizer's directory may be given by itself.
+    """
+    for place in chosen:
+        path = f"{place.folder.rpartition('/')[0]}/_CHECKPOINT_METADATA".lstrip("/")
+        file = next((f for f in listing.files if f.root == place.root and f.path == path), None)
+        if not place.folder or file is None:
+            continue
+        handlers = (json_text.object_in(listing.read_text(file, limit=1 << 20)) or {}).get("item_handlers")
+        if isinstance(handlers, dict) and MODEL_ITEM in handlers:
+            raise FastshardError.of(
+                codes.MISSING_FILE,
+                f"the item {MODEL_ITEM} is missing: only {OPTIMIZER_ITEM} is there",
+                file=place.label(listing),
+                expected=MODEL_ITEM,
+                got=OPTIMIZER_ITEM,
+                help="copy it from the host that saved the step, or pass the directory of the other item as CKPT",
+            )
 
 
 def _report_optimizer(listing: Listing, place: Place) -> Finding:
