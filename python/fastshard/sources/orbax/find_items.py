@@ -309,7 +309,7 @@ def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:
                 file=place.label(listing),
                 expected=MODEL_ITEM,
                 got=OPTIMIZER_ITEM,
-                help="copy it from the host that saved the step, or pass the directory of the other item as CKPT",
+                help="copy it from the host that saved the step, or pass the directory of the other as CKPT",
             )
 
 
