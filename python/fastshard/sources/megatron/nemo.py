@@ -24,16 +24,13 @@ from ...models import megatron, sidecar_files
 from ...models.model import Lack, Model
 from ..base import as_dict, missing
 
-#: The attribute of NeMo's module that is the model. source: nemo/lightning/megatron_parallel.py
-#: (`MegatronParallel.sharded_state_dict`)
+#: The attribute of NeMo's module that is the model.
 PREFIX = "module."
 #: NeMo's folder of a save, and the file of its settings beside that folder.
 WEIGHTS = "weights"
 MODEL_YAML = "context/model.yaml"
 _RUN_CONFIG = "run_config.yaml"
-#: Folders of the tokenizer beside the settings, by the name of their file. source: NeMo
-#: nemo/collections/common/tokenizers/huggingface/auto_tokenizer.py; Megatron-Bridge checkpointing.py
-#: (`TOKENIZER_ASSETS_DIR`)
+#: Folders of the tokenizer beside the settings, by the name of their file.
 _TOKENIZERS = {MODEL_YAML: "context/nemo_tokenizer", _RUN_CONFIG: "tokenizer"}
 _MAX_YAML = 4 << 20
 #: Arguments by fields of the config that have another name.
