@@ -30,7 +30,7 @@ from .declared_parts import (
     TreeInfo,
     Unit,
 )
-from .wrapper_names import put_in, wrapped
+from .wrapper_names import bare, put_in, wrapped
 
 __all__ = [
     "Adapted",
@@ -465,13 +465,13 @@ class Source(Freezable):
 
     def _unwrapped(self) -> list[Finding]:
         """Return a note that names omit the parts that wrappers added."""
-        # Names that a reference or a composite model gives are no shorter.
-        wrapped = {name: own for name, own in self.names.own.items() if len(own) < len(name)}
-        first = next(iter(wrapped.items()), None)
+        # Others are those of a reference, of a composite model, or without a stage.
+        unwrapped = bare(list(self.names.own))
+        first = next(iter(unwrapped.items()), None)
         if first is None:
             return []
         who = put_in(first[0]) or "a wrapper"
-        message = f"{len(wrapped)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
+        message = f"{len(unwrapped)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
         return [Finding.of(codes.IGNORED, message, severity="note")]
 
     def _table_below(self) -> Table | None:

@@ -153,7 +153,8 @@ def describe(
     # An adapter has its base described once more.
     source.findings += [finding for finding in promises if finding not in source.findings]
     model = replace(source.model, config=config, config_file=path, unloaded=None)
-    source.names.own = bare(names)
+    # Names of pipeline stages are joined already.
+    source.names.own = bare(names) | source.names.own
     names = [source.names.own.get(n, n) for n in names]
     apart = tuple(source.names.other_prefixes)
     names = [

@@ -13,6 +13,7 @@ from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from ..models import config_json
 from ..models.tensor_words import WORDS
+from . import pipeline_stages
 
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
 _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
@@ -46,6 +47,8 @@ def recognise(
     """
     stored = list(dict.fromkeys(names))
     source.names.own = bare(stored)
+    if paths:
+        pipeline_stages.join(source, stored, paths, chosen)
     own = [source.names.own.get(name, name) for name in stored]
     if chosen is None:
         if config is not None:
@@ -97,6 +100,9 @@ def _containers(
         keys = paths.get(name)
         own = source.names.own.get(name, name)
         outer = "".join(f"{key}." for key in keys[:-1]) if keys else ""
+        if keys and not own.startswith(outer) and own.startswith(above := pipeline_stages.name_parent(keys)):
+            # It is a stage: the names of the model begin above it.
+            outer = above
         if not keys or not own.startswith(outer):
             return None
         if not is_state(own):

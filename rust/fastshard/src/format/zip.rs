@@ -33,6 +33,8 @@ const END64: usize = 56;
 /// Bytes of a local header, and of a header of the central directory, before the name.
 const LOCAL: usize = 30;
 const CENTRAL: usize = 46;
+/// Bytes of the extra field of a local header: torch aligns data to 64 bytes by it.
+const EXTRA: u64 = 96;
 /// Flag bit: CRC and sizes follow the data, and the local header may leave them 0.
 const DESCRIPTOR: u16 = 1 << 3;
 /// What a 32-bit field holds if the zip64 extra field has the value.
@@ -173,7 +175,6 @@ impl Archive {
                 deflated,
                 name,
             };
-            drop(entry);
             member.data = local_header(file, &member, start + directory.start)?;
             check_sizes(file, &member)?;
             members.push(member);
@@ -284,7 +285,9 @@ impl Directory {
                 )
                 .into());
         }
-        let names = member_names(file, &file.read_vec(start + offset, len as usize)?, members)?;
+        let content = file.read_vec(start + offset, len as usize)?;
+        let names = member_names(file, &content, members)?;
+        announce_local_headers(file, &content, start, start + offset)?;
         Ok(Directory { start: offset, names })
     }
 }
@@ -352,6 +355,37 @@ fn names(directory: &[u8]) -> Option<Vec<(usize, &[u8])>> {
         at += len;
     }
     Some(names)
+}
+
+/// Requests the local headers of all members at once of a store, where each request takes long.
+fn announce_local_headers(file: &SourceFile, directory: &[u8], start: u64, end: u64) -> Result<()> {
+    if !file.is_stored() {
+        return Ok(());
+    }
+    let mut ranges: Vec<(u64, u64)> = names(directory)
+        .into_iter()
+        .flatten()
+        .map(|(at, name)| {
+            let header = start.saturating_add(local_header_offset(&directory[at..])).min(end);
+            (header, header.saturating_add((LOCAL + name.len()) as u64 + EXTRA).min(end))
+        })
+        .filter(|(lo, hi)| lo < hi)
+        .collect();
+    ranges.sort_unstable();
+    file.will_read(&ranges)
+}
+
+/// Where the local header of the first member of a central directory begins.
+fn local_header_offset(central: &[u8]) -> u64 {
+    let offset = u64::from(u32_at(central, 42));
+    if offset != IN_ZIP64 {
+        return offset;
+    }
+    let [name, extra] = [28, 30].map(|at| usize::from(u16_at(central, at)));
+    let extra = central.get(CENTRAL + name..CENTRAL + name + extra).unwrap_or_default();
+    // Sizes come before it, as far as they are there.
+    let sizes = [20, 24].iter().filter(|&&at| u64::from(u32_at(central, at)) == IN_ZIP64).count();
+    zip64_extra(extra).chunks_exact(8).nth(sizes).map_or(offset, |wide| u64_at(wide, 0))
 }
 
 /// Checks a member's local header against the central directory; returns the offset of its data.

@@ -21,9 +21,11 @@ const LEAST: u64 = 256 << 10;
 const MOST: u64 = 8 << 20;
 /// Bytes of a read from which a request brings nothing beyond it.
 const LONG: u64 = 1 << 20;
-/// Requests that are made ahead at the same time, and of them those for one reader.
-const AHEAD: usize = 8;
+/// Requests that are made ahead at the same time, and of them those for one reader that reads on.
+const AHEAD: usize = 32;
 const AHEAD_OF_ONE: usize = 2;
+/// Bytes between two announced ranges at which one request brings both.
+const GAP: u64 = 64 << 10;
 /// Requests of the longest kind that fit into the room.
 const PARTS_OF_ROOM: u64 = 16;
 /// Places in a file at which readers continue, at most.
@@ -245,6 +247,16 @@ impl StoreFiles {
         Ok((at, bytes))
     }
 
+    /// Makes requests for ranges of a file (first byte, one past the last) that are read soon, as far as there is room.
+    fn will_read(self: &Arc<Self>, file: u32, ranges: &[(u64, u64)]) {
+        self.leave_parent();
+        let size = self.files[file as usize].size;
+        let mut state = self.lock();
+        let wanted = state.choose_announced(file, ranges, size, self.room, self.most);
+        drop(state);
+        self.request_ahead(wanted);
+    }
+
     /// Requests the bytes of a segment that is under way, and hands them to those who wait for them.
     fn request(&self, file: u32, at: u64, hi: u64, keep: bool) -> Result<Arc<dyn BlockBytes>> {
         // Other readers wait for its end, even if this thread panics.
@@ -400,6 +412,45 @@ impl State {
         wanted
     }
 
+    /// Chooses the requests for announced ranges of a file, which come in their order: their segments are under way from now
+    /// on. What is here or under way is left out, and what finds no room.
+    fn choose_announced(
+        &mut self,
+        file: u32,
+        ranges: &[(u64, u64)],
+        size: u64,
+        room: u64,
+        most: u64,
+    ) -> Vec<Wanted> {
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for &(lo, hi) in ranges {
+            match joined.last_mut() {
+                Some(last) if lo >= last.0 && lo <= last.1 + GAP && hi - last.0 <= most => {
+                    last.1 = last.1.max(hi)
+                }
+                _ => joined.push((lo, hi)),
+            }
+        }
+        let mut wanted = Vec::new();
+        for (lo, hi) in joined {
+            let before = self.segments.range((file, 0)..=(file, lo)).next_back();
+            let at = before.map_or(lo, |(key, segment)| lo.max(key.1 + segment.len));
+            let next =
+                self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
+            let hi = hi.min(next).min(size);
+            if at >= hi || self.coming + (hi - at) > room / 2 {
+                continue;
+            }
+            self.coming += hi - at;
+            self.segments.insert(
+                (file, at),
+                Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: true, is_read: false },
+            );
+            wanted.push((file, at, hi));
+        }
+        wanted
+    }
+
     /// Removes the segments that were not read for the longest time, until the others take no more than `room`.
     fn make_room(&mut self, room: u64) {
         while self.kept > room {
@@ -434,7 +485,8 @@ impl Ranges for StoreFile {
         self.store.read(self.number, offset, bytes)
     }
 
-    fn will_read(&self, _ranges: &[(u64, u64)], _now: bool) -> Result<()> {
+    fn will_read(&self, ranges: &[(u64, u64)], _now: bool) -> Result<()> {
+        self.store.will_read(self.number, ranges);
         Ok(())
     }
 }
@@ -528,8 +580,39 @@ mod tests {
     }
 
     #[test]
+    fn announced_ranges_are_requested_once_and_no_more_than_they_are() {
+        let (file, content, asked) = store(8 << 20, 4 << 20, false);
+        // The second begins in the first, the third joins it, the fifth ends beyond the file.
+        let end = 8 << 20;
+        let ranges = [(0, 100), (50, 200), (1000, 1100), (3 << 20, (3 << 20) + 10), (end - 5, end + 50)];
+        file.will_read(&ranges, true).unwrap();
+        for &(lo, hi) in &ranges {
+            let hi = hi.min(end);
+            let mut bytes = vec![0; (hi - lo) as usize];
+            file.read(lo, &mut bytes).unwrap();
+            assert!(bytes == content[lo as usize..hi as usize]);
+        }
+        // What is here is not requested again.
+        file.will_read(&ranges, true).unwrap();
+        let mut asked = asked.lock().unwrap().clone();
+        asked.sort_unstable();
+        assert_eq!(asked, [(0, 1100), (3 << 20, 10), (end - 5, 5)]);
+    }
+
+    #[test]
+    fn announced_ranges_that_find_no_room_are_requested_when_they_are_read() {
+        let (file, content, asked) = store(8 << 20, 1 << 20, false);
+        file.will_read(&[(0, 4 << 20)], true).unwrap();
+        assert!(asked.lock().unwrap().is_empty());
+        let mut bytes = [0; 8];
+        file.read(1 << 20, &mut bytes).unwrap();
+        assert!(bytes == content[1 << 20..(1 << 20) + 8]);
+    }
+
+    #[test]
     fn a_failed_request_is_made_again_by_the_next_reader() {
-        let (file, content, asked) = store(1 << 20, 1 << 20, true);
+        // In little room the next request would be made ahead, and be the one that fails.
+        let (file, content, asked) = store(1 << 20, 64 << 20, true);
         let mut bytes = [0; 8];
         let error = file.read(0, &mut bytes).unwrap_err();
         assert_eq!(error.findings()[0].code, codes::SOURCE_CHANGED);

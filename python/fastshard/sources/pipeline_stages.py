@@ -1,0 +1,88 @@
+"""A model in pipeline stages, each with a state dict of its own: ``{"model": [stage_0, stage_1]}``.
+
+torch's pipelining leaves it to scripts how stages are saved. The state dicts of a list are stages if no two
+of them have a name in common; those under keys of a dict are stages if their layers continue each other too.
+All others (generator and discriminator, actor and critic, a model and its average) stay apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from ..common import codes
+from ..common.errors import Finding
+from ..common.formatting import some
+from ..common.regex import compile_when_used
+from ..layouts.declaration import Source, is_state
+
+__all__ = ["join", "name_parent"]
+
+_NUMBER = compile_when_used(r"(?:^|\.)(\d{1,6})\.")
+#: Names that a finding gives at most.
+_MOST_NAMED = 8
+
+
+def name_parent(keys: Sequence[str]) -> str:
+    """Return the beginning of names above the last state dict among the keys of a tensor."""
+    return "".join(f"{key}." for key in keys[:-2])
+
+
+def join(
+    source: Source, stored: Iterable[str], paths: Mapping[str, Sequence[str]], chosen: str | None = None
+) -> None:
+    """Give tensors of stages the model's own names, without the stage.
+
+    Args:
+        source: the declaration.
+        stored: names of all tensors.
+        paths: keys of the nested dicts and lists that lead to each tensor.
+        chosen: the prefix that the caller gives; a stage that it names stays by itself.
+    """
+    parents: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    others: set[str] = set()
+    for name in stored:
+        keys = paths.get(name)
+        own = source.names.own.get(name, name)
+        outer = "".join(f"{key}." for key in keys[:-1]) if keys else ""
+        if keys and len(keys) > 1 and own.startswith(outer):
+            parents[name_parent(keys)][keys[-2]][own.removeprefix(outer)] = name
+        else:
+            others.add(own)
+    for parent, dicts in parents.items():
+        models = {key: names for key, names in dicts.items() if not all(map(is_state, names))}
+        is_chosen = chosen is not None and any(f"{chosen}.".startswith(f"{parent}{key}.") for key in models)
+        if len(models) < 2 or is_chosen or not _are_stages(models):
+            continue
+        joined = {f"{parent}{own}": name for names in models.values() for own, name in names.items()}
+        beside = {name for name in others if name in joined}
+        if beside or len(joined) < sum(map(len, models.values())):
+            continue
+        source.names.own |= {name: own for own, name in joined.items()}
+        source.names.renames = True
+        source.findings.append(
+            Finding.of(
+                codes.IGNORED,
+                f"{len(models)} state dicts are stages of one model: its names are taken without "
+                f"{some([f'{parent}{key}.' for key in models], _MOST_NAMED)}",
+                severity="note",
+            )
+        )
+
+
+def _are_stages(dicts: Mapping[str, Mapping[str, str]]) -> bool:
+    """Return True for state dicts of a list without a common name, or of a dict whose layers go on."""
+    names = [name for own in dicts.values() for name in own]
+    # The items of a nested module (`{"0": {"weight": ...}}`) are no state dicts.
+    are_modules = all(any("." in name for name in own) for own in dicts.values())
+    if not are_modules or len(set(names)) < len(names):
+        return False
+    if set(dicts) == {str(number) for number in range(len(dicts))}:
+        return True
+    layers = [{int(match[1]) for name in own if (match := _NUMBER.search(name))} for own in dicts.values()]
+    if not all(layers):
+        return False
+    spans = sorted((min(numbers), max(numbers)) for numbers in layers)
+    follow = all(before[1] + 1 == after[0] for before, after in pairwise(spans))
+    return follow and spans[0][0] == 0
