@@ -332,11 +332,14 @@ def test_the_newest_step_is_taken_whatever_lies_below_it(tmp_path: Path) -> None
     assert_refused(tmp_path / "run", tmp_path / "out", "FS501", exit=2, options=("--step", "\u00b2"))
 
 
-def test_a_model_beside_its_optimizer_is_not_guessed(tmp_path: Path) -> None:
+def test_a_model_beside_its_optimizer_is_taken(tmp_path: Path) -> None:
     saved(tmp_path / "run/model", 1.0)
     saved(tmp_path / "run/optim", 2.0, ("state.w.exp_avg",))
-    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=2, got="model, optim")
-    assert cli("merge", tmp_path / "run/model", tmp_path / "out").code == 0
+    ran = cli("merge", tmp_path / "run", tmp_path / "out")
+    assert ran.code == 0 and ran.having("FS108", file="optim", severity="note"), ran.out
+    assert set(read_result(tmp_path / "out")) == {"w"}
+    saved(tmp_path / "run/other", 3.0)
+    assert_refused(tmp_path / "run", tmp_path / "more", "FS106", exit=2, got="model, other")
     # What lies within a checkpoint is not a step of it.
     saved(tmp_path / "outer", 1.0)
     saved(tmp_path / "outer/optim", 2.0, ("state.w.exp_avg",))

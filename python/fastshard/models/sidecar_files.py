@@ -26,8 +26,8 @@ OTHERS = (
 #: What must or should go along with weights that are passed on: the model card, the licence, notices.
 DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")
 #: Where trainers keep what they took from Hugging Face. source: verl
-#: utils/checkpoint/fsdp_checkpoint_manager.py
-_SUBFOLDER = "huggingface"
+#: utils/checkpoint/fsdp_checkpoint_manager.py, NeMo Automodel components/checkpoint/checkpointing.py
+_SUBFOLDERS = ("huggingface", ".hf_metadata")
 #: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
 _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
 #: The modules that sentence-transformers loads after each other; each but the model has a folder of its own.
@@ -45,7 +45,7 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
     """Return the folders to search for a model's config and tokenizer, the nearest first.
 
     They are the folder of its tensors, those above it in the checkpoint, the one above the checkpoint, and
-    ``huggingface/`` in each.
+    ``huggingface/`` and ``.hf_metadata/`` in each.
 
     Args:
         listing: contents of the roots.
@@ -77,7 +77,7 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
             levels[i].append(one)
     found: dict[Path, Folder] = {}
     for one in (one for level in levels for one in level):
-        for place in (one, replace(one, path=one.path / _SUBFOLDER)):
+        for place in (one, *(replace(one, path=one.path / name) for name in _SUBFOLDERS)):
             found.setdefault(place.path, place)
     return list(found.values())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..common import codes
@@ -20,10 +20,11 @@ from ..common.listing import File, Listing
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from .base import Options
-from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
+from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain, split_at_step
 from .step_trackers import (
     MOST_NAMED,
     Step,
+    find_linked_step,
     find_unfinished_mark,
     folders_in,
     have,
@@ -31,9 +32,24 @@ from .step_trackers import (
     tracked,
 )
 
-#: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate
-#: utils/fsdp_utils.py
-_OPTIMIZER = compile_when_used(r"^optimizer_\d+$")
+#: Folders that trainers put beside the model's for the optimizer's state and other state of a run. source:
+#: accelerate utils/fsdp_utils.py (optimizer_0), NeMo Automodel components/checkpoint/checkpointing.py
+#: (optim), verl utils/megatron_utils.py (optimizer, extra)
+_STATE = compile_when_used(r"^(?:optim(?:izer)?(?:_states?|_\d+)?|extra(?:_states?)?|rng|dataloader)$")
+
+#: The ``step`` that stands for the given folder itself.
+ITSELF = "."
+
+
+class SeveralModels(FastshardError):
+    """Several models are in one checkpoint, and nothing says which is meant."""
+
+    def __init__(self, finding: Finding, *, steps: Sequence[str] = (), files: Sequence[str] = ()) -> None:
+        super().__init__([finding])
+        #: The names by which ``--step`` chooses each.
+        self.steps = tuple(steps)
+        #: Single files below the first root, each of which may be given as CKPT.
+        self.files = tuple(files)
 
 
 @dataclass(frozen=True)
@@ -92,9 +108,12 @@ def folder_of(
     candidates = [
         (root, folder) for root, folder in whole if not any(_below(folder, other) for other in every)
     ]
-    aside = {folder for folder in every if _of_optimizer(folder, every)}
+    aside = {folder for folder in every if holds_state(folder)}
+    # Without a model, state is what there is.
+    aside = set() if aside == every else aside
     candidates = [place for place in candidates if place[1] not in aside]
     named_by_file = any(f.name in trackers for f in listing.files)
+    candidates, options = _take_one_model(candidates, options, named_by_file)
     found = by_folder(candidates) or (by_folder(candidates, any_name=True) if named_by_file else None)
     wanted = options.step
     if wanted is not None and (found is None or not matching(found[0], wanted)):
@@ -117,29 +136,111 @@ def folder_of(
         )
     chosen = choose(listing, found[0], options, trackers)
     folder = found[1][chosen.name]
-    beside = {other for other in aside if other.rpartition("/")[0] == folder.rpartition("/")[0]}
+    beside = {other for other in aside if _below(folder, above := _above_state(other)) or folder == above}
     return folder, chosen, sorted(beside | {other for other in every if _below(other, folder)})
 
 
-def _of_optimizer(folder: str, every: set[str]) -> bool:
-    """Return True for a folder of optimizer state that is next to the model's folder."""
-    parent, _, name = folder.rpartition("/")
-    return bool(_OPTIMIZER.match(name)) and any(
-        other.rpartition("/")[0] == parent and not _OPTIMIZER.match(other.rpartition("/")[2])
-        for other in every
+def holds_state(folder: str) -> bool:
+    """Return True if a folder's name, or one on its path below the step, says that it holds no model."""
+    return any(map(_STATE.match, split_at_step(folder)[1].split("/")))
+
+
+def _above_state(folder: str) -> str:
+    """Return the folder in which the state lies that a folder holds."""
+    above, below = split_at_step(folder)
+    parts = below.split("/")
+    at = next(d for d, part in enumerate(parts) if _STATE.match(part))
+    return "/".join([part for part in (above, *parts[:at]) if part])
+
+
+def _take_one_model(
+    places: list[tuple[int, str]], options: Options, named_by_file: bool
+) -> tuple[list[tuple[int, str]], Options]:
+    """Take the folders of one model where a step holds several, such as ``actor`` and ``critic``.
+
+    Args:
+        places: root and folder of each.
+        options: ``step`` may name a model, a step, or both: ``global_step_5/actor``.
+        named_by_file: whether a tracker file names a step.
+
+    Returns:
+        The folders of the model, and the options without its name.
+
+    Raises:
+        SeveralModels: ``FS106`` if the caller chose none of them.
+    """
+    split = {folder: split_at_step(folder) for _, folder in places}
+    stepped = {bool(above) for above, _ in split.values()}
+    if len(stepped) > 1 or (stepped == {False} and named_by_file):
+        # Something else tells them apart.
+        return places, options
+    words = [word for word in (options.step or "").split("/") if word]
+    kept, steps = places, []
+    for word in words:
+        of_step = [p for p in kept if any(matching([part], word) for part in split[p[1]][0].split("/"))]
+        of_model = [p for p in kept if word in split[p[1]][1].split("/")]
+        if of_step:
+            steps.append(word)
+        elif not of_model:
+            # Of this name there is nothing, or it is one that has another order.
+            return places, options
+        kept = of_step or of_model
+    models = sorted({split[folder][1] for _, folder in kept})
+    if len(models) < 2:
+        return kept, replace(options, step="/".join(steps) or None)
+    names = [_name_among(model, models) for model in models if model]
+    finding = Finding.of(
+        codes.AMBIGUOUS,
+        "the checkpoint holds several models",
+        got=", ".join(model or "." for model in models[:MOST_NAMED]),
+        help="choose one, or pass its folder as CKPT",
+        run=[f"--step {shlex.quote('/'.join([*steps, name]))}" for name in names[:MOST_NAMED]],
     )
+    raise SeveralModels(finding, steps=names)
+
+
+def _name_among(model: str, models: Sequence[str]) -> str:
+    """Return the first part of a model's path that no other has; the whole path if there is none."""
+    others = {part for other in models if other != model for part in other.split("/")}
+    return next((part for part in model.split("/") if part not in others), model)
 
 
 def within_this(folders: Iterable[str]) -> list[Finding]:
-    """Report folders inside the chosen one as notes."""
+    """Report checkpoints inside the chosen folder, and as notes state of the run beside it."""
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
-            "a checkpoint within this one",
+            "state of the run beside the model: it is not read"
+            if holds_state(folder)
+            else "a checkpoint within this one",
+            severity="note" if holds_state(folder) else None,
             file=folder,
             help=f"pass {folder} to read that one",
         )
         for folder in folders
+    ]
+
+
+def note_steps_within(folders: Iterable[str]) -> list[Finding]:
+    """Note that the model in the given folder itself is taken, where it holds steps too.
+
+    Trainers put the final model above the steps that they saved before.
+
+    Args:
+        folders: all folders that hold a model.
+    """
+    steps = {folder.rpartition("/")[2] for folder in folders if is_step(folder.rpartition("/")[2])}
+    if not steps:
+        return []
+    newest = max(steps, key=lambda name: (numbers_of(name), name))
+    return [
+        Finding.of(
+            codes.STEP_TAKEN,
+            f"the model in the folder itself is taken; {len(steps)} step{'s' if len(steps) > 1 else ''} "
+            f"{'are' if len(steps) > 1 else 'is'} there: {have(steps)}",
+            help="choose a step",
+            run=[f"--step {shlex.quote(newest)}"],
+        )
     ]
 
 
@@ -188,7 +289,7 @@ def _choose(
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
     usable = [name for name, step in steps.items() if step.usable] or list(steps)
-    pointer = tracked(listing, trackers)
+    pointer = tracked(listing, trackers) or find_linked_step(listing, steps)
     if pointer is not None:
         file, named = pointer
         if found := matching(usable, named):

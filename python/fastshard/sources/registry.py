@@ -178,10 +178,12 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
                 found = replace(found, findings=[*found.findings, *warnings])
             return found
     # What follows knows what a folder is that holds no checkpoint.
+    from .dcp.state_alone import refuse_state_alone
     from .orbax.partial_stores import refuse_parts
     from .unsupported_formats import looks_like
 
     refuse_parts(listing)
+    refuse_state_alone(listing)
     refuse_lone_trackers(listing)
     refuse_rank_folder(listing)
     raise_errors(listing.findings)

@@ -102,3 +102,14 @@ def bearing(folder: str) -> str:
     parts = folder.split("/")
     at = next((d for d in reversed(range(len(parts))) if is_step(parts[d])), len(parts) - 1)
     return "/".join(parts[: at + 1])
+
+
+def split_at_step(folder: str) -> tuple[str, str]:
+    """Split a path behind the last name of a step; without a step all of it is the second part.
+
+    >>> split_at_step("run/global_step_5/actor"), split_at_step("actor")
+    (('run/global_step_5', 'actor'), ('', 'actor'))
+    """
+    parts = folder.split("/") if folder else []
+    at = next((d + 1 for d in reversed(range(len(parts))) if is_step(parts[d])), 0)
+    return "/".join(parts[:at]), "/".join(parts[at:])

@@ -14,7 +14,7 @@ from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
-from .step_names import matching, numbers_of
+from .step_names import alike, matching, numbers_of
 
 #: Steps that messages name at most.
 MOST_NAMED = 8
@@ -30,6 +30,9 @@ _UNFINISHED = "-unfinished"
 #: A copy with averaged weights shares the mark of the checkpoint beside which it lies; NeMo's tensors are in
 #: this folder of a checkpoint.
 _AVERAGED, _WEIGHTS = "-EMA", "weights"
+#: Links that trainers point at the step that they saved last. source: NeMo Automodel
+#: components/checkpoint/checkpointing.py, nemo_automodel/recipes/base_recipe.py
+_LINKS = ("LATEST", "latest")
 #: A name that a shell takes as it is.
 _PLAIN = compile_when_used(r"[\w.-]+", re.ASCII)
 
@@ -66,6 +69,26 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
             run=["--step NAME"],
         )
     return first, named[first]
+
+
+def find_linked_step(listing: Listing, steps: Mapping[str, Step]) -> tuple[File, str] | None:
+    """Return the link beside the steps that points at one of them, and the step's name.
+
+    A link that leads anywhere else names no step of this run, and None is returned.
+    """
+    for step in steps.values():
+        for root, folder in step.folders:
+            if not folder:
+                continue
+            above = folder.rpartition("/")[0]
+            for name in _LINKS:
+                path = f"{above}/{name}" if above else name
+                with contextlib.suppress(OSError):
+                    # The run may lie elsewhere than where it was made: the name counts.
+                    target = (listing.roots[root] / path).readlink().name
+                    if any(alike(target, known) for known in steps):
+                        return File(root, path, 0), target
+    return None
 
 
 def find_unfinished_mark(listing: Listing, root: int, folder: str) -> str | None:

@@ -16,6 +16,7 @@ from ..common.formatting import counted, some
 from ..common.listing import refuse_unprintable
 from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
+from ..sources.choose_step import SeveralModels
 from ..sources.step_names import alike, is_step, matching, number, numbers_of, plain
 from ..sources.step_trackers import folders_in
 from .verified_steps import FileStates, VerifiedSteps, read_file_states
@@ -244,6 +245,13 @@ def _read_findings(
         if verified is not None and verdict.ok:
             verified.keep(path, states, memory, opening)
         return verdict.findings, verdict.ok
+    except SeveralModels as error:
+        # Each of them is judged; no manifest of one stands for all.
+        choices: list[tuple[Path, OpenOptions]] = [(path, {**opening, "step": name}) for name in error.steps]
+        choices += [(path / file, opening) for file in error.files]
+        judged = [_read_findings(at, states, verify, None, memory, options) for at, options in choices]
+        findings = list(dict.fromkeys(finding for found, _ in judged for finding in found))
+        return findings, all(is_verified for _, is_verified in judged)
     except FastshardError as error:
         # A wrong option is wrong for every step.
         if any(finding.code == codes.USAGE for finding in error.findings):

@@ -22,12 +22,13 @@ from ...layouts.dcp_names import METADATA, chunk_name
 from ...layouts.declaration import Assembled, Binding, Source, TensorIndex
 from .. import hf_config, model_prefix
 from ..base import Contents, Found, Options, missing, unexpected
-from ..choose_step import folder_of, within_this
+from ..choose_step import folder_of, holds_state, within_this
 from ..index_files import safe_relative
+from ..step_names import is_step
 from ..step_trackers import refuse_unfinished
 from ..zero.flat_state import tensors_below
 from . import metadata as dcp_metadata
-from . import optim
+from . import optim, state_alone
 from .dcp_files import DcpFiles
 
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
@@ -116,23 +117,25 @@ class Dcp:
         loose = [f for f in listing.files if f.name.endswith(".distcp")]
         if not metadata and not of_ranks:
             if loose:
-                raise FastshardError.of(
-                    codes.UNCOMMITTED,
-                    "the file is missing: the save did not finish, or it finished on another node",
-                    file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
-                    expected="the file that the coordinator writes last",
-                    got=f"{len(loose)} .distcp files",
-                    help="copy .metadata from the node that ran rank 0, or name that node's directory as "
-                    "another CKPT",
-                )
+                raise _uncommitted(loose[0].folder, loose)
             return None
         places = [(f.root, f.folder) for f in (*metadata, *(f for f, _ in of_ranks))]
+        if all(holds_state(folder) for _, folder in places):
+            # The model lies in files of another format, unless a folder is not what its name says.
+            without = {f.folder for f in metadata if state_alone.holds_no_model(listing, f)}
+            places = [place for place in places if place[1] not in without]
+            if unfinished := next((f for f in loose if not holds_state(f.folder)), None):
+                raise _uncommitted(unfinished.folder, loose)
+            if not places:
+                return None
         folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
         ranks: dict[int, list[File]] = {}
         for file, rank in of_ranks:
             if file.folder == folder:
                 ranks.setdefault(rank, []).append(file)
         trackers = [f for f in metadata if f.folder == folder]
+        if folder and trackers and state_alone.holds_no_model(listing, trackers[0]):
+            return None
         findings = refuse_unfinished(listing, [place for place in places if place[1] == folder])
         if trackers:
             described = dcp_metadata.read(listing, dcp_metadata.one_of(listing, trackers))
@@ -141,8 +144,9 @@ class Dcp:
         else:
             described = dcp_metadata.of_ranks(listing, ranks, findings)
             findings += dcp_metadata.ranks_without(listing, folder, ranks)
-        # NeMo's folder of tensors is no step.
-        step = chosen.name if chosen.name not in ("", "weights") else None
+        # A folder of tensors in the one that was given is no step, unless a tracker file names it.
+        is_named = is_step(chosen.name) or any(f.name in _TRACKERS for f in listing.files)
+        step = chosen.name if is_named and chosen.name not in ("", "weights") else None
         found = self._found(listing, folder, step, described)
         return replace(found, findings=[*chosen.findings, *findings, *found.findings, *within_this(within)])
 
@@ -460,6 +464,18 @@ def _holds_tensors(place: tuple[Path, int, int]) -> bool:
     except FastshardError:
         # What cannot be looked into is not carried either way, and manifests name it.
         return False
+
+
+def _uncommitted(folder: str, loose: Sequence[File]) -> FastshardError:
+    """Build the error for files of records without the file that names them."""
+    return FastshardError.of(
+        codes.UNCOMMITTED,
+        "the file is missing: the save did not finish, or it finished on another node",
+        file=f"{folder}/{METADATA}" if folder else METADATA,
+        expected="the file that the coordinator writes last",
+        got=f"{sum(file.folder == folder for file in loose)} .distcp files",
+        help="copy .metadata from the node that ran rank 0, or name that node's directory as another CKPT",
+    )
 
 
 def _unstored(found: Found[DcpFiles], name: str, lo: list[int]) -> Finding:

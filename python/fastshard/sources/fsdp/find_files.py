@@ -7,7 +7,6 @@ source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 
 from ...common import codes
@@ -110,18 +109,24 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     models = [one for one in found if one.kind.partition(" ")[0] == "model"]
     if not models or listing.single:
         return None
-    folder, step, findings = _taken(listing, {(one.file.root, one.file.folder) for one in models}, options)
+    places = {(one.file.root, one.file.folder) for one in models}
+    folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
+    step = chosen.name if is_step(chosen.name) else None
+    findings = [*chosen.findings, *within_this(within)]
     inside = [one for one in found if one.file.folder == folder]
+    kinds: dict[str, str] = {}
+    for one in sorted(inside, key=lambda one: one.file.name):
+        if one.kind.partition(" ")[0] == "model":
+            kinds.setdefault(one.kind, one.file.name)
+    if len(kinds) > 1:
+        raise FastshardError.of(
+            codes.AMBIGUOUS,
+            "one folder holds several sets of rank files",
+            file=folder or None,
+            got=", ".join(f"{name.rpartition('rank')[0]}rank*" for name in kinds.values()),
+            help="keep the files of the model there, or move the others away",
+        )
     if any_name:
-        kinds = sorted({one.kind for one in inside if one.kind.startswith("model")})
-        if len(kinds) > 1:
-            raise FastshardError.of(
-                codes.AMBIGUOUS,
-                "one folder holds several sets of rank files",
-                file=folder or None,
-                got=", ".join(f"{kind.removeprefix('model').strip()}rank*" for kind in kinds),
-                help="keep the files of the model there, or move the others away",
-            )
         inside = [replace(one, kind=one.kind.partition(" ")[0]) for one in inside]
     save = Saved(folder, step, findings=findings)
     worlds = {one.world for one in inside if one.kind == "model"}
@@ -142,41 +147,3 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
                 copies.setdefault(one.rank, []).append(one.file)
         files.update({rank: one_of(listing, copies[rank]) for rank in sorted(copies)})
     return save
-
-
-def _taken(
-    listing: Listing, places: set[tuple[int, str]], options: Options
-) -> tuple[str, str | None, list[Finding]]:
-    """Choose the folder to read, and return it with the step's name and findings about the others.
-
-    A run trains one model or several (``global_step_5/actor``, ``global_step_5/critic``). If there are
-    several, the caller chooses.
-    """
-    parts = {folder: _part(folder) for _, folder in places}
-    models = sorted(set(parts.values()))
-    requested = [part for part in (options.step or "").split("/") if part]
-    if len(models) > 1:
-        meant = [part for part in requested if part in models]
-        if len(meant) != 1:
-            raise FastshardError.of(
-                codes.AMBIGUOUS,
-                "the checkpoint holds several models",
-                got=", ".join(model or "." for model in models),
-                help="choose one, or pass its folder as CKPT",
-                run=[f"--step {shlex.quote(models[0] or models[1])}"],
-            )
-        requested = [part for part in requested if part != meant[0]]
-        places = {(root, folder) for root, folder in places if parts[folder] == meant[0]}
-    elif len(requested) > 1 and models[0] in requested:
-        requested.remove(models[0])
-    options = replace(options, step="/".join(requested) or None)
-    folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
-    name = chosen.name if is_step(chosen.name) else None
-    return folder, name, [*chosen.findings, *within_this(within)]
-
-
-def _part(folder: str) -> str:
-    """Return the name of a model among those of one step: its path below the folder named as a step."""
-    parts = folder.split("/") if folder else []
-    steps = [d for d, part in enumerate(parts) if is_step(part)]
-    return "/".join(parts[steps[-1] + 1 :] if steps else parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ...layouts.declaration import (
 from ...models import huggingface, sidecar_files
 from .. import hf_config, model_prefix, single_files
 from ..base import Contents, Found, Options, lacking, missing, unexpected
-from ..choose_step import Chosen, folder_of
+from ..choose_step import ITSELF, Chosen, SeveralModels, folder_of, note_steps_within
 from ..index_files import read_json, safe_relative
 from ..step_names import is_step
 from ..step_trackers import OF_RUNS
@@ -37,7 +38,13 @@ from .shard_offsets import not_whole, zeroed
 _FORMS = [
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    # accelerate with FSDP and FULL_STATE_DICT; it writes no index. source: accelerate utils/fsdp_utils.py
+    ("pytorch_model_fsdp.bin.index.json", "pytorch_model_fsdp.bin"),
 ]
+#: The further models of a trainer with several: `model_1.safetensors`. source: accelerate checkpointing.py
+_FURTHER = compile_when_used(r"^(model|pytorch_model|pytorch_model_fsdp)_\d+\.(safetensors|bin)$")
+#: An adapter of PEFT.
+_ADAPTER = ("adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin"))
 _SHARD = compile_when_used(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 
 
@@ -101,6 +108,62 @@ def slices_as_wholes(
     ]
 
 
+def _report_further(listing: Listing, files: Sequence[File], inside: Mapping[str, File]) -> list[Finding]:
+    """Report the files of further models beside a model in one file.
+
+    A config.json says that the folder is the model's own: then they are named in a warning.
+
+    Raises:
+        SeveralModels: ``FS106`` if nothing says which model is meant.
+    """
+    if len(files) != 1 or files[0].name not in (single for _, single in _FORMS):
+        return []
+    stem = files[0].name.rpartition(".")[0]
+    further = [f for name, f in sorted(inside.items()) if (m := _FURTHER.match(name)) and m[1] == stem]
+    if not further:
+        return []
+    every = [file.path for file in (files[0], *further)]
+    got = ", ".join(file.name for file in (files[0], *further[:7]))
+    if "config.json" in inside:
+        return [
+            unexpected(file.path, f"another model than that of config.json and {files[0].name}, not read")
+            for file in further
+        ]
+    finding = Finding.of(
+        codes.AMBIGUOUS,
+        "the folder holds several models of one trainer",
+        file=files[0].folder or None,
+        got=got,
+        help="pass the file of one as CKPT",
+        run=[
+            f"fastshard inspect {shlex.quote(str(listing.roots[file.root] / file.path))}"
+            for file in (files[0], *further[:7])
+        ],
+    )
+    raise SeveralModels(finding, files=every)
+
+
+def _refuse_beside_adapter(listing: Listing, folder: str) -> None:
+    """Refuse a model in a folder below an adapter: either may be meant.
+
+    Raises:
+        SeveralModels: ``FS106``; ``--step`` chooses, with the folder's name or a dot for the adapter.
+    """
+    config, weights = _ADAPTER
+    names = {file.name for file in listing.within("")}
+    if config not in names or not names.intersection(weights):
+        return
+    name = folder.rpartition("/")[2]
+    finding = Finding.of(
+        codes.AMBIGUOUS,
+        "the folder is an adapter of PEFT, and holds a model too",
+        got=f"{config}, {folder}",
+        help=f"choose the model in {folder}, or with {ITSELF!r} the adapter itself",
+        run=[f"--step {shlex.quote(name)}", f"--step {ITSELF}"],
+    )
+    raise SeveralModels(finding, steps=[name, ITSELF])
+
+
 @dataclass(frozen=True)
 class HfFiles:
     """The statements of an index about the files; empty without an index."""
@@ -135,7 +198,11 @@ class HuggingFace:
         folder, chosen = choice
         inside = {f.name: f for f in reversed(listing.within(folder))}
         found = self._found(listing, folder, inside)
-        if chosen is not None:
+        found = replace(found, findings=[*found.findings, *_report_further(listing, found.files, inside)])
+        if chosen is None:
+            steps = note_steps_within(self._holding(listing))
+            found = replace(found, findings=[*steps, *found.findings])
+        else:
             step = chosen.name if is_step(chosen.name) else None
             found = replace(found, findings=[*chosen.findings, *found.findings], step=step)
         names: dict[str, list[File]] = {}
@@ -161,22 +228,29 @@ class HuggingFace:
             FastshardError: ``FS106`` if nothing decides among several models, ``FS501`` if there is no such
                 step.
         """
-        holding = [
+        holding = HuggingFace._holding(listing)
+        if not holding or (options.step == ITSELF and "" not in holding):
+            return None
+        if "" in holding and options.step in (None, ITSELF):
+            # The directory given is the model itself.
+            return "", None
+        folders = set(holding)
+        places = [(f.root, f.folder) for f in listing.files if f.folder in folders]
+        folder, chosen, _ = folder_of(listing, places, options, OF_RUNS)
+        if options.step is None:
+            _refuse_beside_adapter(listing, folder)
+        return folder, chosen
+
+    @staticmethod
+    def _holding(listing: Listing) -> list[str]:
+        """List the folders that hold a model's files."""
+        return [
             folder
             for folder in listing.folders()
             if any(
                 f.name in names or _SHARD.match(f.name) for names in _FORMS for f in listing.within(folder)
             )
         ]
-        if not holding:
-            return None
-        if "" in holding and options.step is None:
-            # The directory given is the model itself.
-            return "", None
-        folders = set(holding)
-        places = [(f.root, f.folder) for f in listing.files if f.folder in folders]
-        folder, chosen, _ = folder_of(listing, places, options, OF_RUNS)
-        return folder, chosen
 
     def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found[HfFiles]:
         for index, single in _FORMS:

@@ -7,6 +7,9 @@ from ...common.records import dataclass
 from ...layouts.declaration import Binding, Description, Source, SourceFiles, Unit
 from ...layouts.declared_parts import StoredAdapter
 from ..base import Contents, Found, Options
+from ..choose_step import ITSELF, folder_of, note_steps_within
+from ..step_names import is_step
+from ..step_trackers import OF_RUNS
 from . import adapter_config, tensor_names
 from .find_files import MLX_WEIGHTS, WEIGHTS
 from .missing_factors import find_missing_halves, find_missing_modules
@@ -26,13 +29,32 @@ class PeftAdapter:
     name = "peft"
 
     def detect(self, listing: Listing, options: Options) -> Found[PeftFiles] | None:
-        """Look for ``adapter_config.json`` with ``adapter_model.*``, at the top of the given directory."""
-        inside = {file.name: file for file in reversed(listing.within(""))}
+        """Look for ``adapter_config.json`` with ``adapter_model.*``: in the given directory or its steps."""
+        found = {
+            folder: files
+            for folder in listing.folders()
+            if (files := self._files(listing, folder)) is not None
+        }
+        if not found or (options.step == ITSELF and "" not in found):
+            return None
+        if "" in found and options.step in (None, ITSELF):
+            folder, step, findings = "", None, note_steps_within(found)
+        else:
+            places = [(files[1].root, folder) for folder, files in found.items()]
+            folder, chosen, _ = folder_of(listing, places, options, OF_RUNS)
+            step, findings = chosen.name if is_step(chosen.name) else None, chosen.findings
+        weights, config_file = found[folder]
+        return Found(
+            self, "PEFT adapter", [weights], PeftFiles(config_file), folder, findings=findings, step=step
+        )
+
+    @staticmethod
+    def _files(listing: Listing, folder: str) -> tuple[File, File] | None:
+        """Return the tensors and the config of the adapter in a folder; None if it holds none."""
+        inside = {file.name: file for file in reversed(listing.within(folder))}
         weights = next((inside[name] for name in (*WEIGHTS, MLX_WEIGHTS) if name in inside), None)
         config_file = inside.get(adapter_config.FILE)
-        if weights is None or config_file is None or options.step is not None:
-            return None
-        return Found(self, "PEFT adapter", [weights], PeftFiles(config_file))
+        return None if weights is None or config_file is None else (weights, config_file)
 
     def declare(
         self, found: Found[PeftFiles], listing: Listing, contents: Contents, options: Options
@@ -41,7 +63,10 @@ class PeftAdapter:
         file = found.seen.config
         config = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(
-            found.framework, files=SourceFiles(units=[Unit(file=0)]), binding=Binding(pass_unknown=True)
+            found.framework,
+            step=found.step,
+            files=SourceFiles(units=[Unit(file=0)]),
+            binding=Binding(pass_unknown=True),
         )
         source.model = Description(
             no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` "
