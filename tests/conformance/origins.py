@@ -295,6 +295,13 @@ ORIGINS: dict[str, Origin] = {
         told(SHARDED / "dcp_fsdp2", "tensors"),
     ),
     "fsdp_ranks": Origin("FSDP rank files", fsdp_ranks, hashed(), hashed(), vocab=1000, rounded=True),
+    "torch_checkpointing": Origin(
+        "torch_checkpointing",
+        copied(SHARDED / "torch_checkpointing_pt"),
+        told(SHARDED / "torch_checkpointing_pt", "tensors"),
+        told(SHARDED / "torch_checkpointing_pt", "tensors"),
+        vocab=34,
+    ),
     "torchtitan": Origin(
         "torch DCP",
         spelled(of_torchtitan),

@@ -20,6 +20,7 @@ from fastshard.sources.huggingface import rank_shards, tp_safetensors
 from fastshard.sources.megatron import adapter as megatron
 from fastshard.sources.orbax import find_items, partial_stores
 from fastshard.sources.peft import adapter_config
+from fastshard.sources.torch_checkpointing import metadata as torch_checkpointing
 from helpers import FIXTURES
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ PATTERNS: dict[str, list[Any]] = {
     "rank_shards": [rank_shards._SHARD],
     "colossalai": [missing_shards.SHARD, rf"\A(.*/)?{colossalai.PARTIAL}/[a-z]*\Z"],
     "peft": [rf"\A{re.escape(adapter_config.FILE)}\Z"],
+    "torch_checkpointing": [rf"\A{re.escape(torch_checkpointing.METADATA)}\Z"],
     "any_ranks": [fsdp._ANY, fsdp._WORLD, fsdp._ACCELERATE],
 }
 ENTRIES = {entry.load.__name__.removeprefix("_load_"): entry for entry in registry._ENTRIES}

@@ -85,6 +85,12 @@ def _load_colossalai() -> Adapter[Any]:
     return ColossalAI()
 
 
+def _load_torch_checkpointing() -> Adapter[Any]:
+    from .torch_checkpointing.adapter import TorchCheckpointing
+
+    return TorchCheckpointing()
+
+
 def _load_peft() -> Adapter[Any]:
     from .peft.adapter import PeftAdapter
 
@@ -114,6 +120,7 @@ _ENTRIES: list[Entry] = [
     Entry(_load_universal, _marked(r"fp32\.pt$")),
     Entry(_load_deepspeed, _marked(r".*(?:model|optim)_states\.pt$")),
     Entry(_load_dcp, _marked(r".*\.(?:metadata|distcp)$")),
+    Entry(_load_torch_checkpointing, _marked(r"metadata\.pkl$")),
     Entry(_load_fsdp_ranks, _marked(r".*_rank_?\d+\.(?:pt|bin)$")),
     Entry(_load_megatron, _marked(r"model_(?:optim_)?rng\.pt$")),
     # Chunks of arrays may be all that there is.
