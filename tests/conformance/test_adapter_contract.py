@@ -28,6 +28,7 @@ LATER = {
     "hf_rank_shards": ["hf"],
     "universal": ["deepspeed"],
     "fsdp_ranks": ["any_ranks"],
+    "torch_checkpointing": ["any_ranks"],
     "colossalai": ["hf"],
 }
 #: What no origin is for: an adapter has no model of its own, and rank files of any name are in tests/fsdp.

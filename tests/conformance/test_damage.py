@@ -31,6 +31,7 @@ SPARE: dict[tuple[str, str], tuple[str, ...]] = {
         "olmo_core",
         "torch_checkpointing",
     ),
+    ("metadata.pkl", "DTensors state what it does"): ("torch_checkpointing",),
     ("optimizer_#.pt", "the model alone is read"): ("torch_checkpointing",),
     ("step_#.pt", "the model alone is read"): ("torch_checkpointing",),
     ("config.json", "the other ranks' shards, which it tells of, are all there"): ("hf_rank_shards",),

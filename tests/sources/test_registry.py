@@ -41,7 +41,7 @@ PATTERNS: dict[str, list[Any]] = {
     "colossalai": [missing_shards.SHARD, rf"\A(.*/)?{colossalai.PARTIAL}/[a-z]*\Z"],
     "peft": [rf"\A{re.escape(adapter_config.FILE)}\Z"],
     "torch_checkpointing": [rf"\A{re.escape(torch_checkpointing.METADATA)}\Z"],
-    "any_ranks": [fsdp._ANY, fsdp._WORLD, fsdp._ACCELERATE],
+    "any_ranks": [fsdp._ANY, fsdp._ITEM, fsdp._WORLD, fsdp._ACCELERATE],
 }
 ENTRIES = {entry.load.__name__.removeprefix("_load_"): entry for entry in registry._ENTRIES}
 

@@ -127,13 +127,39 @@ def test_each_file_that_is_removed(saved: Path, tmp_path: Path) -> None:
         if path.name.startswith("model_"):
             (error,) = refused(saved, tmp_path, "FS101")
             assert error["file"] == path.name and error["rank"] == f"rank {path.stem[-1]}"
-        elif path.name == "metadata.pkl":
+        elif path.name == "metadata.pkl" and not list(saved.glob("model_*.pt")):
+            # Of files of torch.save the DTensors state the same.
             refused(saved, tmp_path, "FS513")
         else:
             out = tmp_path / f"without_{path.stem}"
             assert cli("merge", saved, out).code == 0
             assert hashes(out) == told(saved, "tensors")
         path.write_bytes(content)
+
+
+def test_without_a_resharder_the_package_writes_no_metadata(tmp_path: Path) -> None:
+    saved = copy(SAVED["pt"], tmp_path / "saved")
+    (saved / "metadata.pkl").unlink()
+    assert cli("merge", saved, tmp_path / "out").code == 0
+    assert hashes(tmp_path / "out") == told(saved, "tensors")
+    for rank in range(4):
+        aside = rank_file(saved, rank).rename(tmp_path / "aside")
+        (error,) = refused(saved, tmp_path, "FS101")
+        assert error["file"] == f"model_{rank}.pt"
+        aside.rename(saved / f"model_{rank}.pt")
+    swap(saved, (2, 3))
+    refused(saved, tmp_path, "FS113")
+
+
+def test_numbers_of_whole_models_are_no_ranks(tmp_path: Path) -> None:
+    """A script's epochs have such names too, and no parts in them."""
+    folder = tmp_path / "epochs"
+    folder.mkdir()
+    for epoch in (0, 1):
+        torch.save({"weight": torch.full((4, 4), float(epoch))}, folder / f"model_{epoch}.pt")
+    (error,) = refused(folder, tmp_path, "FS513")
+    assert "name the file itself" in error["help"]
+    assert cli("merge", folder / "model_1.pt", tmp_path / "out").code == 0
 
 
 def test_files_of_two_nodes(saved: Path, tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ _ENTRIES: list[Entry] = [
     ),
     Entry(HuggingFace),
     Entry(_load_peft, _marked(r"adapter_config\.json$")),
-    Entry(_load_any_ranks, _marked(r"(?:.*[._-])?rank[_-]?\d+\.(?:pt|pth|bin)$")),
+    Entry(
+        _load_any_ranks,
+        _marked(r"(?:(?:.*[._-])?rank[_-]?\d+\.(?:pt|pth|bin)|(?:model|optimizer)_\d+\.pt)$"),
+    ),
 ]
 
 

@@ -1,5 +1,5 @@
-"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, accelerate's, and other
-``*rank_R.pt``.
+"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, accelerate's, other ``*rank_R.pt``,
+and ``model_R.pt`` of torch_checkpointing without ``metadata.pkl``.
 
 Each rank saves its own state dict. A DTensor states the mesh, the rank's place in it and the placements. A
 ShardedTensor states its shards and their offsets. Both state the shape of the full tensor, so the adapter
@@ -69,6 +69,8 @@ class FsdpRanks:
         source.files.ranks = {file: {"rank": rank} for files in kinds for rank, file in files.items()}
         source.binding.vocab_size = options.vocab_size
         ranks = Ranks(found, contents, dict(found.seen.model))
+        if not ranks.parameters() and any(find_files.is_item(file) for file in found.files):
+            raise _no_ranks(ranks)
         source.findings += ranks.findings
         folder = found.folder
         source.findings += _check_world_size(listing, folder, found.seen.world or len(ranks.files))
@@ -247,6 +249,17 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
         expected="parts that are alike or apart",
         got=f"{size} from {lo}, of which others hold elements too",
         help="copy all files from one step of one run; these are of different runs",
+    )
+
+
+def _no_ranks(ranks: Ranks) -> FastshardError:
+    """Build the error for numbered files of a trainer that hold no parts: their numbers may be epochs."""
+    return FastshardError.of(
+        codes.NOT_A_CHECKPOINT,
+        "no checkpoint that fastshard knows: numbered files that hold no parts of tensors",
+        file=ranks.path(next(iter(ranks.files))),
+        got=f"{len(ranks.files)} files",
+        help="name the file itself: fastshard reads the tensors below its keys",
     )
 
 

@@ -25,6 +25,8 @@ _WORLD = compile_when_used(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\
 _ACCELERATE = compile_when_used(r"^(pytorch_model_fsdp|optimizer)(?:_(\d+))?_rank_?(\d+)\.bin$")
 #: Any other trainer's.
 _ANY = compile_when_used(r"^(.*?[._-])?rank[_-]?(\d+)\.(?:pt|pth|bin)$")
+#: torch_checkpointing's, of an item without a resharder. source: torch_checkpointing checkpoint_layout.py
+_ITEM = compile_when_used(r"^(model|optimizer)_(\d+)\.pt$")
 _KINDS = {"pytorch_model_fsdp": "model", "optimizer": "optim"}
 #: source: verl trainer; Megatron-LM has the same name for it
 _TRACKERS = ("latest_checkpointed_iteration.txt",)
@@ -82,9 +84,16 @@ def named(file: File, *, any_name: bool = False) -> Named | None:
         # Of several models of one trainer each has its own number.
         kind, index = _KINDS[match[1]], match[2] or "0"
         return Named(file, kind if index == "0" else f"{kind} {index}", counted(match[3], file), None)
+    if any_name and (match := _ITEM.match(file.name)):
+        return Named(file, _kind(match[1]).partition(" ")[0], counted(match[2], file), None)
     if any_name and (match := _ANY.match(file.name)):
         return Named(file, _kind(match[1] or ""), counted(match[2], file), None)
     return None
+
+
+def is_item(file: File) -> bool:
+    """Return True for names that files of single models share with torch_checkpointing's rank files."""
+    return _ITEM.match(file.name) is not None
 
 
 def _kind(stem: str) -> str:

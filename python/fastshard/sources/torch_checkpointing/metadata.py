@@ -179,7 +179,7 @@ def _read_pickle(path: Path, label: str) -> Any:
             return _core.dcp_object(archive, 0, os.path.getsize(archive))  # noqa: PTH202
         except _core.CoreError as error:
             findings = from_core(error).findings
-    help = f"copy {METADATA} again from the node that ran rank 0"
+    help = f"copy {METADATA} again from the node that ran rank 0, if it is damaged"
     raise error_for([finding.replace(file=label, help=help) for finding in findings])
 
 
@@ -266,7 +266,7 @@ def _entry(metadata: Metadata, name: str, groups: Any) -> Entry:
         its_dtype = str(data.get("dtype")).removeprefix("torch.")
         if shape not in (None, here) or dtype not in ("", its_dtype):
             raise metadata.refuse(
-                "groups of ranks were told different shapes or dtypes of a tensor",
+                "groups of ranks state different shapes or dtypes of a tensor",
                 name,
                 expected=f"{dtype} {shape}",
                 got=f"{its_dtype} {here}",
