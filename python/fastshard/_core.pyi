@@ -54,6 +54,7 @@ __all__ = [
     "make_part",
     "manifest_entry",
     "manifest_files",
+    "plain_pickle",
     "shared_run",
     "stand_in",
     "storage_of",
@@ -965,6 +966,13 @@ def dcp_metadata(path: str | PathLike[str]) -> Any:
 
 def dcp_object(path: str | PathLike[str], offset: int, len: int) -> Any:
     """The value of a record that is no tensor. Raises CoreError if it cannot be read."""
+
+def plain_pickle(path: str | PathLike[str]) -> Any:
+    """Read a pickle of dicts, lists, texts and numbers; tuples are lists. Nothing in it is called.
+
+    Raises:
+        CoreError: ``FS602`` for a pickle that is damaged, too large, or holds an object.
+    """
 
 def stand_in(path: str | PathLike[str], head: bytes, size: int) -> Finding | None:
     """What lies in the place of a file of text, by its first bytes; None for what may be the file itself."""

@@ -455,3 +455,58 @@ def test_metadata_of_another_tool_stops_nobody(tmp_path: Path) -> None:
     for content in (pickle.dumps({"epochs": 3}), b"no pickle at all"):
         (model / "metadata.pkl").write_bytes(content)
         assert cli("inspect", model).doc["framework"].startswith("Hugging Face")
+
+
+def test_metadata_of_many_ranks_is_read(local: Path, tmp_path: Path) -> None:
+    """The mesh of thousands of ranks is one object in the pickle, whatever tensors lie on it."""
+    ranks = 2048
+    mesh = {
+        "mesh_shape": [ranks],
+        "mesh_data": list(range(ranks)),
+        "mesh_dim_names": ["dp"],
+    }
+
+    def divide(content: dict[str, Any]) -> None:
+        content["world_size"] = ranks
+        entries = content["metadata"]["model"]["nested_path_to_metadata"]
+        entries.clear()
+        for number in range(300):
+            about = {"global_shape": [ranks, 8], "dtype": "torch.float32", "mesh_spec": mesh}
+            about["placements"] = [{"type": "Shard", "dim": 0}]
+            packed = {"type": "DTensorShardingMetadata", "data": about}
+            group = {"ranks": mesh["mesh_data"], "sharding_metadata": packed}
+            entries[json.dumps([f"layers.{number}.weight"])] = [group]
+        files = content["metadata"]["model"]["rank_to_layout_info"]
+        form = next(iter(files.values()))
+        files.clear()
+        files |= {rank: {**form, "file_path": f"model_{rank}.safetensors"} for rank in range(ranks)}
+
+    edit_metadata(local, divide)
+    found = refused(local, tmp_path, "FS101")
+    assert any("model_4" in (error["file"] or "") or "rank 4" in (error["rank"] or "") for error in found), (
+        found
+    )
+
+
+def test_an_object_in_metadata_that_nothing_uses_is_refused(saved: Path, tmp_path: Path) -> None:
+    """The core makes no object of it, and says so."""
+    from fastshard import _core
+
+    path = saved / "metadata.pkl"
+    path.write_bytes(pickle.dumps({"a": [1, 2.5, None, True, "x"], 3: (4, [5])}))
+    assert _core.plain_pickle(path) == {"a": [1, 2.5, None, True, "x"], 3: [4, [5]]}
+    shared: list[int] = [1]
+    path.write_bytes(pickle.dumps([shared, shared]))
+    one, other = _core.plain_pickle(path)
+    assert one is other
+    for content in (
+        b"cos\nsystem\n0N.",
+        pickle.dumps({1, 2}),
+        pickle.dumps(b"x"),
+        pickle.dumps(1 << 70),
+        b"\x80",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(_core.CoreError) as caught:
+            _core.plain_pickle(path)
+        assert caught.value.args[0][0].code == "FS602"

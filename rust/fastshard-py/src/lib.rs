@@ -11,6 +11,7 @@ mod logging;
 mod meetings;
 mod options;
 mod patterns;
+mod pickles;
 mod plain;
 mod plans;
 mod processes;
@@ -554,6 +555,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_object, m)?)?;
+    m.add_function(wrap_pyfunction!(pickles::plain_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(stands_in, m)?)?;
     m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;

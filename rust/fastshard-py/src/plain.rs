@@ -315,7 +315,7 @@ pub(crate) fn to_python<'py, T: Serialize>(py: Python<'py>, record: &T) -> PyRes
 }
 
 /// Items after which a handler of Python's gets to run.
-const SIGNALS_EVERY: usize = 4096;
+pub(crate) const SIGNALS_EVERY: usize = 4096;
 
 /// Makes a list of what may be millions of items; a signal handler that raises ends it.
 pub(crate) fn list<'py, T: IntoPyObject<'py>>(

@@ -134,11 +134,11 @@ class Dcp:
             if file.folder == folder:
                 ranks.setdefault(rank, []).append(file)
         trackers = [f for f in metadata if f.folder == folder]
-        if folder and trackers and state_alone.holds_no_model(listing, trackers[0]):
-            return None
         findings = refuse_unfinished(listing, [place for place in places if place[1] == folder])
         if trackers:
             described = dcp_metadata.read(listing, dcp_metadata.one_of(listing, trackers))
+            if folder and state_alone.names_no_model(described):
+                return None
             if ranks:
                 dcp_metadata.same_save(described, dcp_metadata.of_ranks(listing, ranks, []), trackers[0])
         else:

@@ -33,7 +33,12 @@ def holds_no_model(listing: Listing, file: File) -> bool:
     Raises:
         FastshardError: if the file cannot be read.
     """
-    return all(_OF_STATE.match(entry["name"]) for entry in dcp_metadata.read(listing, file)["tensors"])
+    return names_no_model(dcp_metadata.read(listing, file))
+
+
+def names_no_model(metadata: dcp_metadata.Metadata) -> bool:
+    """Return True if metadata names no tensor of a model."""
+    return all(_OF_STATE.match(entry["name"]) for entry in metadata["tensors"])
 
 
 def refuse_state_alone(listing: Listing) -> None:

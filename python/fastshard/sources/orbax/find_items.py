@@ -269,6 +269,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     elif items == {OPTIMIZER_ITEM}:
         _refuse_optimizer_alone(listing, chosen)
     elif len(items) > 1:
+        _refuse_levanter(listing, chosen)
         raise FastshardError.of(
             codes.AMBIGUOUS,
             "several items hold arrays",
@@ -289,6 +290,27 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     first = [(p, {process.id for process in p.processes}) for p in chosen]
     first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
     return [place for place, _ in first], findings
+
+
+def _refuse_levanter(listing: Listing, chosen: Iterable[Place]) -> None:
+    """Raise an error if the arrays are those of a step of Levanter, each module in a folder of its own.
+
+    source: Levanter src/levanter/checkpoint.py (save_checkpoint, save_metadata)
+    """
+    for place in chosen:
+        for file in listing.files:
+            above = f"{file.folder}/" if file.folder else ""
+            if file.name != "metadata.json" or file.root != place.root or not place.folder.startswith(above):
+                continue
+            content = json_text.object_in(listing.read_text(file, limit=1 << 20)) or {}
+            if {"step", "timestamp", "is_temporary"} <= content.keys():
+                raise FastshardError.of(
+                    codes.UNSUPPORTED,
+                    "a checkpoint of Levanter is not read yet: its arrays have the names and axes of haliax",
+                    file=file.path,
+                    help="export the model with Levanter, and pass the export",
+                    run=["python -m levanter.main.export_lm_to_hf"],
+                )
 
 
 def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:

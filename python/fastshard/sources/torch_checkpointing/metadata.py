@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ... import _core
-from ...common import codes, safe_files
+from ...common import codes
 from ...common.errors import FastshardError, error_for, from_core
 from ...common.listing import File, Listing
 from ...common.options import MAX_DEGREE
@@ -28,10 +25,6 @@ from ..index_files import safe_relative
 
 #: source: metadata_serialization.py
 METADATA = "metadata.pkl"
-#: Bytes of a metadata file at most, as for .metadata of torch.distributed.checkpoint.
-_MAX_BYTES = 512 << 20
-#: What stands in the place of an object or a name of one.
-_OBJECTS = ("__class__", "__global__", "__tensor__", "__bytes__", "__bigint_bytes__")
 #: Formats whose files hold tensors. source: checkpoint_layout.py
 _TENSOR_FORMATS = ("TorchSerialization", "SafetensorsSerialization")
 _PLACEMENTS = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
@@ -93,10 +86,10 @@ class Metadata:
             FastshardError: ``FS601`` for what torch_checkpointing does not write, ``FS603`` for a file
                 outside the folder, ``FS514`` for a form that is not read.
         """
-        told = _as_dict(self, self.items[name], f"item {name!r}")
+        content = _as_dict(self, self.items[name], f"item {name!r}")
         entries: list[Entry] = []
         by_name: dict[str, str] = {}
-        for key, groups in _as_dict(self, told.get("nested_path_to_metadata"), f"item {name!r}").items():
+        for key, groups in _as_dict(self, content.get("nested_path_to_metadata"), f"item {name!r}").items():
             tensor = ".".join(_keys(self, key))
             if by_name.setdefault(tensor, key) != key:
                 raise FastshardError.of(
@@ -109,7 +102,7 @@ class Metadata:
                 )
             entries.append(_entry(self, tensor, groups))
         holders = {rank for entry in entries for division in entry.divisions for rank in division.boxes}
-        return Item(name, entries, _files(self, name, told.get("rank_to_layout_info"), holders))
+        return Item(name, entries, _files(self, name, content.get("rank_to_layout_info"), holders))
 
 
 def read(listing: Listing, file: File, *, among_rank_files: bool) -> Metadata | None:
@@ -131,15 +124,6 @@ def read(listing: Listing, file: File, *, among_rank_files: bool) -> Metadata | 
             raise
         return None
     is_own = isinstance(content, dict) and {"metadata", "world_size"} <= content.keys()
-    if (is_own or among_rank_files) and (found := next(_objects(content), None)) is not None:
-        raise FastshardError.of(
-            codes.UNSAFE_PICKLE,
-            f"{METADATA} holds an object, and torch_checkpointing writes plain data alone",
-            file=file.path,
-            expected="dicts, lists, numbers and text",
-            got=found,
-            help="do not load this checkpoint elsewhere: unpickling it may run code",
-        )
     if not is_own:
         return None
     version = content.get("version", "1.0")
@@ -163,41 +147,20 @@ def read(listing: Listing, file: File, *, among_rank_files: bool) -> Metadata | 
 
 
 def _read_pickle(path: Path, label: str) -> Any:
-    """Return the plain data of a pickle; of an object its class's name and arguments.
-
-    The core reads pickles in archives of torch.save, so the pickle is put into one.
+    """Return the plain data of a pickle.
 
     Raises:
-        FastshardError: ``FS602`` for a pickle that is damaged or too large.
+        FastshardError: ``FS602`` for a pickle that is damaged, too large, or holds objects.
     """
-    content = safe_files.read_bytes(path, _MAX_BYTES, label=label, code=codes.UNSAFE_PICKLE)
-    with tempfile.TemporaryDirectory(prefix="fastshard-") as folder:
-        archive = os.path.join(folder, METADATA)  # noqa: PTH118 - a name of the core's
-        with zipfile.ZipFile(archive, "w") as members:
-            members.writestr("metadata/data.pkl", content)
-        try:
-            return _core.dcp_object(archive, 0, os.path.getsize(archive))  # noqa: PTH202
-        except _core.CoreError as error:
-            findings = from_core(error).findings
+    try:
+        return _core.plain_pickle(path)
+    except _core.CoreError as error:
+        findings = from_core(error).findings
     help = f"copy {METADATA} again from the node that ran rank 0, if it is damaged"
-    raise error_for([finding.replace(file=label, help=help) for finding in findings])
+    raise error_for([finding.replace(file=label, help=finding.help or help) for finding in findings])
 
 
-def _objects(value: Any) -> Iterator[str]:
-    """Yield the objects and names of objects in plain data."""
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, dict):
-            for kind in _OBJECTS:
-                if kind in one:
-                    yield one[kind] if isinstance(one[kind], str) else kind.strip("_")
-            stack += one.values()
-        elif isinstance(one, list):
-            stack += one
-
-
-def _as_dict(metadata: Metadata, value: Any, what: str) -> dict[str, Any]:
+def _as_dict(metadata: Metadata, value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise metadata.refuse(f"{what} cannot be read", expected="a dict", got=type(value).__name__)
     return value
@@ -227,8 +190,8 @@ def _grouped(metadata: Metadata, flat: dict[str, Any], layouts: Any) -> dict[str
             {
                 "nested_path_to_metadata": {},
                 "rank_to_layout_info": {
-                    rank: _as_dict(metadata, told, f"the layout of rank {rank}").get(keys[0])
-                    for rank, told in ranks.items()
+                    rank: _as_dict(metadata, content, f"the layout of rank {rank}").get(keys[0])
+                    for rank, content in ranks.items()
                 },
             },
         )
@@ -243,7 +206,7 @@ def _numbers(metadata: Metadata, value: Any, tensor: str, what: str) -> list[int
 
 
 def _entry(metadata: Metadata, name: str, groups: Any) -> Entry:
-    """Parse what is said of a tensor: by groups of ranks that were told the same."""
+    """Parse what is said of a tensor: by groups of ranks that divide it alike."""
     if not isinstance(groups, list) or not groups:
         raise metadata.refuse("a tensor has no ranks", name)
     shape: list[int] | None = None
@@ -251,10 +214,10 @@ def _entry(metadata: Metadata, name: str, groups: Any) -> Entry:
     divisions: list[Division] = []
     boxes: dict[int, Bounds | None] = {}
     for group in groups:
-        told = _as_dict(metadata, group, "a group of ranks")
-        packed = _as_dict(metadata, told.get("sharding_metadata"), "sharding_metadata")
+        content = _as_dict(metadata, group, "a group of ranks")
+        packed = _as_dict(metadata, content.get("sharding_metadata"), "sharding_metadata")
         data = _as_dict(metadata, packed.get("data"), "sharding_metadata")
-        ranks = _numbers(metadata, told.get("ranks"), name, "the ranks")
+        ranks = _numbers(metadata, content.get("ranks"), name, "the ranks")
         if beyond := [rank for rank in ranks if rank >= metadata.ranks]:
             raise metadata.refuse(
                 "a tensor has a rank beyond the last one",
@@ -314,15 +277,15 @@ def _by_mesh(
         )
     parsed: list[_core.Placement] = []
     for one in placements:
-        told = _as_dict(metadata, one, "a placement")
-        kind = _PLACEMENTS.get(str(told.get("type")))
+        content = _as_dict(metadata, one, "a placement")
+        kind = _PLACEMENTS.get(str(content.get("type")))
         if kind is None:
-            raise metadata.refuse("a placement is not known", name, got=str(told)[:80])
+            raise metadata.refuse("a placement is not known", name, got=str(content)[:80])
         placement: _core.Placement = {"kind": kind}
         if kind != "replicate":
-            placement["dim"] = _numbers(metadata, [told.get("dim")], name, "a placement")[0]
+            placement["dim"] = _numbers(metadata, [content.get("dim")], name, "a placement")[0]
         if kind == "strided":
-            placement["split"] = _numbers(metadata, [told.get("split_factor")], name, "a placement")[0]
+            placement["split"] = _numbers(metadata, [content.get("split_factor")], name, "a placement")[0]
         parsed.append(placement)
     part: _core.RankPart = {"path": [name], "shape": shape, "placements": parsed, "order": None}
     boxes: dict[int, Bounds | None] = {}
@@ -384,18 +347,18 @@ def _parse_shard(metadata: Metadata, name: str, shape: list[int], data: dict[str
 
 def _files(metadata: Metadata, item: str, layouts: Any, holders: set[int]) -> dict[int, str]:
     """Return the file of each rank that wrote the item."""
-    told = _as_dict(metadata, layouts, f"the files of item {item!r}")
-    if told.keys() != {str(rank) for rank in range(metadata.ranks)}:
+    content = _as_dict(metadata, layouts, f"the files of item {item!r}")
+    if content.keys() != set(range(metadata.ranks)):
         raise metadata.refuse(
             f"the files of item {item!r} are not those of all ranks",
             expected=f"ranks 0 to {metadata.ranks - 1}",
-            got=f"{len(told)} ranks",
+            got=f"{len(content)} ranks",
         )
     files: dict[int, str] = {}
     by_path: dict[str, int] = {}
-    is_stated = any(layout is not None for layout in told.values())
+    is_stated = any(layout is not None for layout in content.values())
     for rank in range(metadata.ranks):
-        layout = told[str(rank)]
+        layout = content[rank]
         if layout is None:
             # Beside stated files None is a rank that did not save the item.
             if is_stated or rank not in holders:
