@@ -299,6 +299,23 @@ def test_a_folder_with_the_name_of_state_may_hold_the_model(tmp_path: Path) -> N
     assert same(read_result(tmp_path / "out"), want)
 
 
+@pytest.mark.parametrize("write", [write_dcp, trainer_folders.write_model], ids=["dcp", "hf"])
+@pytest.mark.parametrize("step", ["", "step_1/"])
+def test_a_model_in_a_folder_with_the_name_of_state_is_not_passed_over(
+    step: str, write: Callable[[Path, Weights], None], tmp_path: Path
+) -> None:
+    """Beside another model either may be meant; each is read when it is chosen."""
+    run = tmp_path / "run"
+    models = {name: trainer_folders.weights(seed) for seed, name in enumerate(("base", "extra"))}
+    for name, tensors in models.items():
+        write(run / f"{step}{name}", dict(tensors))
+    ran = cli("merge", run, tmp_path / "out")
+    assert ran.code == 2 and ran.errors[0]["code"] == "FS106", ran.out
+    for name, tensors in models.items():
+        assert cli("merge", run, tmp_path / name, "--step", name).code == 0
+        assert same(read_result(tmp_path / name), tensors)
+
+
 def test_rank_files_of_two_models_are_no_one_model(tmp_path: Path) -> None:
     """accelerate without DCP: the index is in the files' names."""
     for model in range(2):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..common import codes
@@ -88,6 +88,7 @@ def folder_of(
     places: Iterable[tuple[int, str]],
     options: Options,
     trackers: tuple[str, ...] = (),
+    holds_model: Callable[[str], bool] | None = None,
 ) -> tuple[str, Chosen, list[str]]:
     """Choose the step's folder among folders with one checkpoint each.
 
@@ -98,6 +99,8 @@ def folder_of(
         places: root and folder of each; at least one.
         options: ``step`` and what is accepted.
         trackers: names of files that name a step.
+        holds_model: returns True for a folder whose files show that it holds a model, whatever its name
+            says; None if only names tell.
 
     Raises:
         FastshardError: as :func:`choose`; ``FS106`` for folders that are not steps of one run; ``FS501`` if
@@ -108,7 +111,7 @@ def folder_of(
     candidates = [
         (root, folder) for root, folder in whole if not any(_below(folder, other) for other in every)
     ]
-    aside = {folder for folder in every if holds_state(folder)}
+    aside = {f for f in every if holds_state(f) and not (holds_model is not None and holds_model(f))}
     # Without a model, state is what there is.
     aside = set() if aside == every else aside
     candidates = [place for place in candidates if place[1] not in aside]

@@ -128,7 +128,14 @@ class Dcp:
                 raise _uncommitted(unfinished.folder, loose)
             if not places:
                 return None
-        folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
+        by_folder = {f.folder: f for f in metadata}
+        folder, chosen, within = folder_of(
+            listing,
+            places,
+            options,
+            _TRACKERS,
+            holds_model=lambda at: at in by_folder and state_alone.shows_model(listing, by_folder[at]),
+        )
         ranks: dict[int, list[File]] = {}
         for file, rank in of_ranks:
             if file.folder == folder:

@@ -22,6 +22,9 @@ _OF_STATE = compile_when_used(
     r"|^(?:\w*sched\w*|rng\w*|dataloader)[./]"
 )
 
+#: What names of a model's tensors end with. Those of an optimizer end with the name of a slot.
+_OF_WEIGHTS = (".weight", ".bias", ".kernel")
+
 
 def holds_no_model(listing: Listing, file: File) -> bool:
     """Return True if a save names no tensor of a model.
@@ -39,6 +42,21 @@ def holds_no_model(listing: Listing, file: File) -> bool:
 def names_no_model(metadata: dcp_metadata.Metadata) -> bool:
     """Return True if metadata names no tensor of a model."""
     return all(_OF_STATE.match(entry["name"]) for entry in metadata["tensors"])
+
+
+def shows_model(listing: Listing, file: File) -> bool:
+    """Return True if most tensors of a save are named as a model's weights are.
+
+    Args:
+        listing: contents of the roots.
+        file: its ``.metadata``. One that cannot be read shows nothing.
+    """
+    try:
+        names = [entry["name"] for entry in dcp_metadata.read(listing, file)["tensors"]]
+    except FastshardError:
+        return False
+    weights = [name for name in names if name.endswith(_OF_WEIGHTS) and not _OF_STATE.match(name)]
+    return 2 * len(weights) > len(names)
 
 
 def refuse_state_alone(listing: Listing) -> None:

@@ -164,6 +164,13 @@ def _refuse_beside_adapter(listing: Listing, folder: str) -> None:
     raise SeveralModels(finding, steps=[name, ITSELF])
 
 
+def _is_of_model(name: str) -> bool:
+    """Return True for the name that transformers gives a model's file, which no trainer gives state."""
+    shard = _SHARD.match(name)
+    stem = f"{shard[1]}.{shard[4]}" if shard else name
+    return stem in {file for form in _FORMS for file in form}
+
+
 @dataclass(frozen=True)
 class HfFiles:
     """The statements of an index about the files; empty without an index."""
@@ -236,7 +243,13 @@ class HuggingFace:
             return "", None
         folders = set(holding)
         places = [(f.root, f.folder) for f in listing.files if f.folder in folders]
-        folder, chosen, _ = folder_of(listing, places, options, OF_RUNS)
+        folder, chosen, _ = folder_of(
+            listing,
+            places,
+            options,
+            OF_RUNS,
+            holds_model=lambda at: any(_is_of_model(file.name) for file in listing.within(at)),
+        )
         if options.step is None:
             _refuse_beside_adapter(listing, folder)
         return folder, chosen
