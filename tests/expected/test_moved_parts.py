@@ -186,6 +186,25 @@ def test_a_part_with_other_settings_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_a_setting_that_the_part_alone_states_is_told(base: float, tmp_path: Path) -> None:
+    """The result has the model's config, which says nothing of it."""
+    part = text_names()
+    inner = {"model_type": "some_text", "num_attention_heads": 4}
+    save(tmp_path / "trained", part, {**inner, "rope_theta": base, "hidden_size": 8, "vocab_size": 8})
+    before = {name.replace("model.", "model.text."): torch.randn(8, 8) for name in part}
+    others = {"model.visual.proj.weight": torch.randn(8, 8)}
+    original = {"model_type": "some", "text_config": inner}
+    save(tmp_path / "original", {**before, **others}, original)
+    ran = merge(tmp_path)
+    (found,) = ran.having("FS215", severity="warning")
+    assert ran.code == 0 and found["got"] == f"rope_theta {base}" and "text_config" in found["message"]
+    original["text_config"] = {**inner, "rope_theta": base}
+    (tmp_path / "original/config.json").write_text(json.dumps(original))
+    ran = merge(tmp_path, "--overwrite")
+    assert ran.code == 0 and not ran.having("FS215"), ran.out
+
+
 def test_a_part_that_fits_two_places_is_refused(tmp_path: Path) -> None:
     part = {f"layers.{n}.weight": torch.randn(4, 4) for n in range(2)}
     for folder, tensors, config in (

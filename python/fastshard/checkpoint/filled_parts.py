@@ -177,7 +177,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     findings = []
     if filled.moved is not None:
         source, note = _move(source, filled.moved, filled.path)
-        findings.append(note)
+        findings += [note, *filled.moved.moves.findings]
     if not filled.files:
         message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
         return source, [*findings, Finding.of(codes.FILLED, message, severity="warning")]

@@ -26,6 +26,11 @@ _TABLES = (*WORDS["embedding_modules"], *_HEADS)
 #: Levels of configs within each other that are looked at.
 _DEEPEST = 4
 
+#: Settings that the shapes of the tensors show, and the one that no result depends on.
+_SHOWN = frozenset(
+    ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "max_position_embeddings")
+)
+
 #: Tensors by name, with dtype and shape.
 Tensors = Mapping[str, tuple[str, list[int]]]
 
@@ -40,6 +45,8 @@ class Moves:
     prefixes: dict[str, str]
     #: Beginnings of the names of all modules in the composite model that belong to the part.
     roots: tuple[str, ...]
+    #: What there is to say about settings that the part's config alone states.
+    findings: tuple[Finding, ...] = ()
 
     def holds(self, name: str) -> bool:
         """Return True for a name of the composite model that belongs to the part."""
@@ -95,12 +102,11 @@ def find(
     names = {name: way.names.get(name, name) for name in part}
     if not way.names or len(set(names.values()) & whole.keys()) < len(part):
         return None
-    if own is not None:
-        _refuse_other_settings(own, inner, path)
+    findings = () if own is None else _compare_settings(own, inner, path)
     prefixes = dict(reduce_prefixes(before, after) for before, after in way.prefixes.items())
     # Modules whose names stay belong to the part too.
     stay = {f"{name.rpartition('.')[0]}." for name in part if name not in way.names and "." in name}
-    found = Moves(names, prefixes, (*prefixes.values(), *sorted(stay)))
+    found = Moves(names, prefixes, (*prefixes.values(), *sorted(stay)), findings)
     placed = {*names.values()}
     is_tied = any(one.get("tie_word_embeddings") is True for one in (composite or {}, *inner.values()))
     raise_errors(
@@ -156,17 +162,24 @@ def _list_inner(
             yield from _list_inner(value, f"{path}{key}.", depth + 1)
 
 
-def _refuse_other_settings(own: Mapping[str, Any], inner: Mapping[str, Mapping[str, Any]], path: str) -> None:
-    """Refuse a part whose config states other settings: the result has the config of the composite model."""
+def _compare_settings(
+    own: Mapping[str, Any], inner: Mapping[str, Mapping[str, Any]], path: str
+) -> tuple[Finding, ...]:
+    """Refuse a part whose config states other settings: the result has the config of the composite model.
+
+    Return a warning if that one leaves out settings that the part's states: the default of its class then
+    counts, which no file states.
+    """
     settings = read_settings(own)
-    differing = {}
-    for where, config in inner.items():
-        theirs = read_settings(config)
-        differing[where] = {
+    stated = {where: read_settings(config) for where, config in inner.items()}
+    differing = {
+        where: {
             key: theirs[key]
             for key in sorted(settings.keys() & theirs.keys())
             if not is_equal(settings[key], theirs[key])
         }
+        for where, theirs in stated.items()
+    }
     where = min(differing, key=lambda where: len(differing[where]))
     raise_errors(
         [
@@ -181,6 +194,18 @@ def _refuse_other_settings(own: Mapping[str, Any], inner: Mapping[str, Mapping[s
             for key, value in differing[where].items()
         ]
     )
+    unstated = sorted(settings.keys() - stated[where].keys() - _SHOWN)
+    if not unstated:
+        return ()
+    finding = Finding.of(
+        codes.CONFIG_DISAGREES,
+        f"{where}: the model {path} (--fill-from) leaves out settings that the checkpoint states; the result "
+        "has the model's config, for which the defaults of its class count",
+        severity="warning",
+        got=", ".join(f"{key} {settings[key]}" for key in unstated),
+        help=f"if one of these is no default, state it under {where} in the model's config.json",
+    )
+    return (finding,)
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:
