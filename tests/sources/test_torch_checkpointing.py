@@ -510,3 +510,27 @@ def test_an_object_in_metadata_that_nothing_uses_is_refused(saved: Path, tmp_pat
         with pytest.raises(_core.CoreError) as caught:
             _core.plain_pickle(path)
         assert caught.value.args[0][0].code == "FS602"
+
+
+def test_another_item_is_not_taken_for_the_model_that_is_not_described(saved: Path, tmp_path: Path) -> None:
+    """An item without a resharder has files and no description; an average beside it is not the model."""
+
+    def describe_average(content: dict[str, Any]) -> None:
+        model = content["metadata"].pop("model")
+        layouts = {
+            rank: told and told | {"file_path": told["file_path"].replace("model", "average")}
+            for rank, told in model["rank_to_layout_info"].items()
+        }
+        content["metadata"]["average"] = model | {"rank_to_layout_info": layouts}
+
+    edit_metadata(saved, describe_average)
+    for file in sorted(saved.glob("model_*")):
+        shutil.copy(file, file.with_name(file.name.replace("model_", "average_")))
+    (error,) = refused(saved, tmp_path, "FS514")
+    assert "'model'" in error["message"] and error["got"].startswith("average")
+    out = tmp_path / "out"
+    assert cli("merge", saved, out, "--prefix", "average").code == 0
+    for file in saved.glob("model_*"):
+        file.unlink()
+    assert cli("merge", saved, tmp_path / "alone").code == 0
+    assert hashes(tmp_path / "alone") == hashes(out) == told(saved, "tensors")

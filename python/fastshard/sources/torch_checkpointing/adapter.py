@@ -10,7 +10,7 @@ source: torch_checkpointing 0.1.1, checkpoint_writer.py, checkpoint_layout.py, d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...common import codes
 from ...common.errors import FastshardError, Finding
@@ -109,6 +109,8 @@ class TorchCheckpointing:
         one_of(listing, [file for file, _ in described[folder]])
         metadata = described[folder][0][1]
         item = metadata.item(_choose_item(metadata, options))
+        if item.name != _MODEL and options.prefix is None:
+            _refuse_undescribed_model(metadata, item, [file.name for file in listing.within(folder)])
         findings = [*chosen.findings, *within_this(within)]
         order: list[File] = []
         files: dict[int, int] = {}
@@ -207,6 +209,33 @@ def _choose_item(metadata: Metadata, options: Options) -> str:
         file=metadata.path,
         got=some(items, _MOST_NAMED) if items else "no items",
         help="save it with a resharder for the model's item (ItemSpec), which makes it write the shapes",
+    )
+
+
+def _refuse_undescribed_model(metadata: Metadata, item: Item, names: Iterable[str]) -> None:
+    """Refuse to take another item for ``model``, which has files and no description.
+
+    Args:
+        metadata: the content of ``metadata.pkl``.
+        item: the item that would be read.
+        names: names of the files in the folder.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    own = set(item.files.values())
+    lone = next((n for n in names if n not in own and (m := _RANK_FILE.match(n)) and m[1] == _MODEL), None)
+    if lone is None:
+        return
+    raise FastshardError.of(
+        codes.UNSUPPORTED,
+        f"{METADATA} does not describe item {_MODEL!r}, whose files are there",
+        file=metadata.path,
+        expected=f"an item {_MODEL!r}, for {lone}",
+        got=some(sorted(metadata.items), _MOST_NAMED),
+        help=f"save {_MODEL!r} with a resharder (ItemSpec), which makes it write the shapes, or read another "
+        "item",
+        run=[f"--prefix {item.name}"],
     )
 
 
