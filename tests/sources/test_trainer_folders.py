@@ -316,6 +316,21 @@ def test_a_model_in_a_folder_with_the_name_of_state_is_not_passed_over(
         assert same(read_result(tmp_path / name), tensors)
 
 
+def test_a_tracker_above_the_final_model_is_told_by_what_is_taken(tmp_path: Path) -> None:
+    """The step that it names can be read, and is not called unusable."""
+    run = tmp_path / "run"
+    trainer_folders.write_model(run, trainer_folders.weights(0))
+    trainer_folders.write_model(run / "checkpoint-20", trainer_folders.weights(1))
+    trainer_folders.write_text(run / "latest", "checkpoint-20")
+    ran = cli("merge", run, tmp_path / "out")
+    (found,) = ran.having("FS104", severity="warning")
+    assert ran.code == 0 and found["got"] == "'checkpoint-20'" and not found.get("expected"), ran.out
+    assert "itself is taken" in found["message"]
+    assert same(read_result(tmp_path / "out"), trainer_folders.weights(0))
+    assert cli("merge", run, tmp_path / "step", "--step", "checkpoint-20").code == 0
+    assert same(read_result(tmp_path / "step"), trainer_folders.weights(1))
+
+
 def test_rank_files_of_two_models_are_no_one_model(tmp_path: Path) -> None:
     """accelerate without DCP: the index is in the files' names."""
     for model in range(2):

@@ -136,7 +136,7 @@ def refuse_unfinished(listing: Listing, places: Iterable[tuple[int, str]]) -> li
             file=mark,
             expected="no such file: the run deletes it at the end of a save",
             help="wait until the run has saved it, or use another step; if the save is known to be whole, "
-            "delete the file",
+            "move that file away",
         )
         for mark in marks
     ]
@@ -190,13 +190,20 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
                 run=[],
             )
             raise error_for([finding])
-        warnings.append(
-            finding.replace(
-                severity="warning",
-                help="copy the step if it is the one you want; else delete the tracker file",
-                run=[],
-            )
+        warning = finding.replace(
+            severity="warning",
+            help="copy the step if it is the one you want; else delete the tracker file",
+            run=[],
         )
+        if finding.code == codes.UNCOMMITTED:
+            # The step's folder is there, and nothing says that it cannot be used.
+            warning = warning.replace(
+                message="the tracker file names a step, and the model in the folder itself is taken",
+                expected=None,
+                help="pass the step's folder as CKPT if it is the one you want; else move the tracker file "
+                "away",
+            )
+        warnings.append(warning)
     return warnings
 
 
