@@ -153,3 +153,21 @@ def test_every_file_is_needed(llama: Any, tmp_path: Path) -> None:
         assert ran.code and ran.errors and not (tmp_path / "out").exists(), (file.name, ran.out)
         file.write_bytes(content)
     assert cli("convert", ckpt, tmp_path / "out", "--to", "hf").code == 0
+
+
+def test_of_models_in_a_list_none_is_taken_for_the_model(llama: Any, tmp_path: Path) -> None:
+    """Stages that count their own layers have names in common: the first of them is no model."""
+    stages = divide(llama.state_dict(), 2)
+    stages[1] = {
+        name.replace("layers.2", "layers.0").replace("layers.3", "layers.1"): t
+        for name, t in stages[1].items()
+    }
+    ckpt = save(tmp_path / "ckpt", {"model": stages}, llama)
+    config = json.loads((ckpt / "config.json").read_text())
+    (ckpt / "config.json").write_text(
+        json.dumps(config | {"model_type": "unheard", "architectures": ["Unheard"]})
+    )
+    ran = cli("convert", ckpt, tmp_path / "out", "--to", "hf")
+    (found,) = ran.having("FS106", severity="error")
+    assert ran.code and "model.0." in found["got"] and "model.1." in found["got"]
+    assert not (tmp_path / "out").exists()

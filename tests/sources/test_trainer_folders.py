@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import trainer_folders
 from helpers import at_once, cli, copy, read_result
+from safetensors.torch import save_file
 from trainer_folders import LAYOUTS, NEW, OLD, Weights, write_dcp
 
 #: Layouts of which one model is certain, and the name of the step that is taken; None for the folder itself.
@@ -340,3 +342,19 @@ def test_rank_files_of_two_models_are_no_one_model(tmp_path: Path) -> None:
     ran = cli("merge", tmp_path / "run", tmp_path / "out")
     assert ran.code == 2 and ran.errors[0]["code"] == "FS106", ran.out
     assert ran.errors[0]["got"] == "pytorch_model_fsdp_0_rank*, pytorch_model_fsdp_1_rank*"
+
+
+def test_a_newer_step_of_another_framework_is_not_passed_over(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    dcp.save({"model": {"w.weight": torch.ones(4)}}, checkpoint_id=run / "global_step_100", no_dist=True)
+    (run / "checkpoint-200").mkdir()
+    save_file({"w.weight": torch.ones(4)}, run / "checkpoint-200/model.safetensors", {"format": "pt"})
+    ran = cli("merge", run, tmp_path / "out")
+    assert ran.code == 2 and ran.having("FS106", file="checkpoint-200", severity="error"), ran.out
+    assert not (tmp_path / "out").exists()
+    assert cli("merge", run, tmp_path / "out", "--step", "global_step_100").code == 0
+    # One that is older, and epochs, which count something else, say nothing.
+    (run / "checkpoint-200").rename(run / "checkpoint-50")
+    assert cli("merge", run, tmp_path / "older").code == 0
+    (run / "checkpoint-50").rename(run / "epoch_500")
+    assert cli("merge", run, tmp_path / "epochs").code == 0

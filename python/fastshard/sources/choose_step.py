@@ -16,7 +16,7 @@ from pathlib import Path
 from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
-from ..common.listing import File, Listing
+from ..common.listing import File, Listing, holds_weights
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from .base import Options
@@ -443,7 +443,7 @@ def _later(
 
     Raises:
         FastshardError: ``FS104`` for a step under its final name, unless ``older-step`` is accepted or a
-            tracker names the chosen step.
+            tracker names the chosen step; ``FS106`` for a newer one of another framework.
     """
     known = {folder for step in steps.values() for folder in step.folders}
     later = {
@@ -453,6 +453,15 @@ def _later(
     }
     for path, temporary in _beside(listing, steps[name], name, known):
         later.setdefault(path, temporary)
+    if tracker is None and (other := _find_other_newer(listing, steps[name], name, known)) is not None:
+        raise FastshardError.of(
+            codes.AMBIGUOUS,
+            "a newer step is there that another framework has saved: nothing says which one is meant",
+            file=other,
+            got=f"{name}, {other}",
+            help="choose the step, or pass the folder of the other as CKPT",
+            run=[f"--step {shlex.quote(name)}"],
+        )
     findings = []
     for other, temporary in sorted(later.items(), key=lambda item: (numbers_of(item[0]), item[0])):
         if tracker is not None or temporary:
@@ -507,6 +516,35 @@ def _beside(
                 inside = _entries(listing.roots[root] / path)
                 if not plain(entry).isdecimal() or plain(entry) != entry or not inside or inside & own:
                     yield path, plain(entry) != entry
+
+
+def _find_other_newer(listing: Listing, step: Step, name: str, known: set[tuple[int, str]]) -> str | None:
+    """Find a folder next to a step's that is named like a newer step of another kind, and holds weights.
+
+    Epochs are not compared with steps.
+    """
+
+    def is_counted(one: str) -> bool:
+        return is_step(one) and len(numbers_of(one)) == 1 and "epoch" not in one.lower()
+
+    if not is_counted(name):
+        return None
+    for root, folder in step.folders:
+        above = f"{folder.rpartition('/')[0]}/".lstrip("/")
+        for file in listing.files:
+            entry = file.path.removeprefix(above).partition("/")[0]
+            path = above + entry
+            if (
+                file.root == root
+                and file.path.startswith(f"{path}/")
+                and (root, path) not in known
+                and is_counted(entry)
+                and not alike(entry, name)
+                and numbers_of(entry) > numbers_of(name)
+                and holds_weights(file.name)
+            ):
+                return path
+    return None
 
 
 def _entries(path: Path) -> set[str]:

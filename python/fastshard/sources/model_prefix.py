@@ -47,14 +47,18 @@ def recognise(
     """
     stored = list(dict.fromkeys(names))
     source.names.own = bare(stored)
-    if paths:
-        pipeline_stages.join(source, stored, paths, chosen)
+    apart = pipeline_stages.join(source, stored, paths, chosen) if paths else []
     own = [source.names.own.get(name, name) for name in stored]
     if chosen is None:
         if config is not None:
             containers = _containers(source, stored, paths) if paths else None
             found = _fitting(own, config) if containers is None else _of_containers(containers, config)
             source.names.prefix, *source.names.other_prefixes = found
+            for models in apart:
+                # Of the models in a list none is the model.
+                if any(prefix.startswith(tuple(models)) for prefix in found):
+                    more = [outer for outer in models if not any(one.startswith(outer) for one in found)]
+                    source.names.other_prefixes += more
         return
     outer = f"{chosen}."
     inside = [name.removeprefix(outer) for name in own if name.startswith(outer)]

@@ -31,8 +31,10 @@ def name_parent(keys: Sequence[str]) -> str:
 
 def join(
     source: Source, stored: Iterable[str], paths: Mapping[str, Sequence[str]], chosen: str | None = None
-) -> None:
+) -> list[list[str]]:
     """Give tensors of stages the model's own names, without the stage.
+
+    Return the prefixes of the models in each list of models that are no stages.
 
     Args:
         source: the declaration.
@@ -42,6 +44,7 @@ def join(
     """
     parents: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     others: set[str] = set()
+    apart: list[list[str]] = []
     for name in stored:
         keys = paths.get(name)
         own = source.names.own.get(name, name)
@@ -53,7 +56,11 @@ def join(
     for parent, dicts in parents.items():
         models = {key: names for key, names in dicts.items() if not all(map(is_state, names))}
         is_chosen = chosen is not None and any(f"{chosen}.".startswith(f"{parent}{key}.") for key in models)
-        if len(models) < 2 or is_chosen or not _are_stages(models):
+        if len(models) < 2 or is_chosen:
+            continue
+        if not _are_stages(models):
+            if _is_list(models) and all(any("." in own for own in names) for names in models.values()):
+                apart.append([f"{parent}{key}." for key in models])
             continue
         joined = {f"{parent}{own}": name for names in models.values() for own, name in names.items()}
         beside = {name for name in others if name in joined}
@@ -69,6 +76,12 @@ def join(
                 severity="note",
             )
         )
+    return apart
+
+
+def _is_list(dicts: Mapping[str, object]) -> bool:
+    """Return True for the items of a list, or for dicts under such keys."""
+    return set(dicts) == {str(number) for number in range(len(dicts))}
 
 
 def _are_stages(dicts: Mapping[str, Mapping[str, str]]) -> bool:
@@ -78,7 +91,7 @@ def _are_stages(dicts: Mapping[str, Mapping[str, str]]) -> bool:
     are_modules = all(any("." in name for name in own) for own in dicts.values())
     if not are_modules or len(set(names)) < len(names):
         return False
-    if set(dicts) == {str(number) for number in range(len(dicts))}:
+    if _is_list(dicts):
         return True
     layers = [{int(match[1]) for name in own if (match := _NUMBER.search(name))} for own in dicts.values()]
     if not all(layers):
