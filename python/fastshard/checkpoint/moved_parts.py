@@ -203,7 +203,7 @@ def _compare_settings(
         "has the model's config, for which the defaults of its class count",
         severity="warning",
         got=", ".join(f"{key} {settings[key]}" for key in unstated),
-        help=f"if one of these is no default, state it under {where} in the model's config.json",
+        help=f"write those that are no defaults under {where} in the model's config.json",
     )
     return (finding,)
 

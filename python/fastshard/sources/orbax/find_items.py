@@ -308,7 +308,7 @@ def _refuse_levanter(listing: Listing, chosen: Iterable[Place]) -> None:
                     codes.UNSUPPORTED,
                     "a checkpoint of Levanter is not read yet: its arrays have the names and axes of haliax",
                     file=file.path,
-                    help="convert the model with Levanter (levanter.main.export_lm_to_hf), and pass the result",
+                    help="convert the model to Hugging Face with Levanter's own tool, and pass the result",
                 )
 
 
