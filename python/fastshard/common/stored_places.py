@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from pathlib import Path
 
 from .._core import Finding
@@ -16,6 +18,7 @@ _ADDRESSES: dict[str, str] = {}
 def record_place(path: Path, address: str) -> None:
     """Record that a path, and what lies below it, stands for an address."""
     _ADDRESSES[os.fspath(path)] = address
+    _compile_paths.cache_clear()
 
 
 def is_stored(path: str | os.PathLike[str]) -> bool:
@@ -25,9 +28,13 @@ def is_stored(path: str | os.PathLike[str]) -> bool:
 
 def show_text(text: str) -> str:
     """Replace the paths of placeholders in a text by the addresses that they stand for."""
-    for path in sorted(_ADDRESSES, key=len, reverse=True):
-        text = text.replace(path, _ADDRESSES[path])
-    return text
+    return _compile_paths().sub(lambda match: _ADDRESSES[match[0]], text) if _ADDRESSES else text
+
+
+@functools.cache
+def _compile_paths() -> re.Pattern[str]:
+    """Compile the pattern of all paths, the longest first: a process may open very many stores."""
+    return re.compile("|".join(map(re.escape, sorted(_ADDRESSES, key=len, reverse=True))))
 
 
 def show_findings(findings: list[Finding]) -> list[Finding]:
