@@ -129,7 +129,7 @@ def seaweedfs_server() -> Iterator[S3Server]:
             "-master.volumeSizeLimitMB=64",
             f"-volume.port={volume}",
             f"-volume.port.grpc={grpc[1]}",
-            "-volume.max=100",
+            "-volume.max=400",
             "-volume.preStopSeconds=0",
             "-filer",
             f"-filer.port={filer}",
