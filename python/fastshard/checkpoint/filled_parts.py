@@ -26,7 +26,6 @@ from ..common.records import dataclass, replace
 from ..expected.missing_tensors import is_buffer
 from ..expected.promised_parts import promised
 from ..layouts.declaration import Source, Unit, is_state
-from ..models.tensor_words import WORDS
 from . import moved_parts
 from .drafting import CoreRequest, draft_of
 
@@ -43,8 +42,6 @@ __all__ = ["Filled", "add", "find"]
 
 #: Dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8", "I32")
-#: Modules whose tensors have a row for each token.
-_OF_WORDS = (*WORDS["embedding_modules"], *WORDS["head_modules"])
 
 
 @dataclass(frozen=True)
@@ -332,16 +329,9 @@ def _is_of_that_kind(
         )
     for name in sorted(common):
         # Tokens may have been added.
-        rows = int(name.rpartition(".")[0].rpartition(".")[2] in _OF_WORDS)
+        rows = int(moved_parts.is_of_tokens(name))
         if own[name][1][rows:] != have[name][1][rows:] or len(own[name][1]) != len(have[name][1]):
-            raise FastshardError.of(
-                codes.SHAPE,
-                f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
-                tensor=name,
-                expected=str(own[name][1]),
-                got=str(have[name][1]),
-                help="pass the model that training began with",
-            )
+            raise error_for([moved_parts.make_shape_finding(path, name, own[name][1], have[name][1])])
 
 
 def _dtypes_fit(

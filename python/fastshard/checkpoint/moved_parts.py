@@ -19,9 +19,10 @@ from ..layouts.prefix_moves import moved, reduce_prefixes
 from ..models.overridden_settings import is_equal, read_settings
 from ..models.tensor_words import WORDS
 
-__all__ = ["Moves", "find", "is_own_head"]
+__all__ = ["Moves", "find", "is_of_tokens", "is_own_head", "make_shape_finding"]
 
 _HEADS = WORDS["head_modules"]
+#: Modules whose tensors have a row for each token.
 _TABLES = (*WORDS["embedding_modules"], *_HEADS)
 #: Levels of configs within each other that are looked at.
 _DEEPEST = 4
@@ -111,14 +112,7 @@ def find(
     is_tied = any(one.get("tie_word_embeddings") is True for one in (composite or {}, *inner.values()))
     raise_errors(
         [
-            Finding.of(
-                codes.SHAPE,
-                f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
-                tensor=name,
-                expected=str(whole[place][1]),
-                got=str(part[name][1]),
-                help="pass the model that training began with",
-            )
+            make_shape_finding(path, name, whole[place][1], part[name][1])
             for name, place in names.items()
             if part[name][1] != whole[place][1]
         ]
@@ -142,11 +136,28 @@ def find(
     return found
 
 
+def is_of_tokens(name: str) -> bool:
+    """Return True for a tensor with a row for each token: of an embedding or a head."""
+    return _is_in(name, _TABLES)
+
+
+def make_shape_finding(path: str, name: str, expected: list[int], got: list[int]) -> Finding:
+    """Make the finding for a tensor that has another shape in the model of ``--fill-from``."""
+    return Finding.of(
+        codes.SHAPE,
+        f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
+        tensor=name,
+        expected=str(expected),
+        got=str(got),
+        help="pass the model that training began with",
+    )
+
+
 def is_own_head(name: str, part: Tensors, whole: Tensors) -> bool:
     """Return True for a head of the composite model that a part without one was trained with or tied to."""
     if not _is_in(name, _HEADS) or any(_is_in(one, _HEADS) for one in part):
         return False
-    return whole[name][1] in [shape for one, (_, shape) in part.items() if _is_in(one, _TABLES)]
+    return whole[name][1] in [shape for one, (_, shape) in part.items() if is_of_tokens(one)]
 
 
 def _list_inner(
@@ -171,14 +182,14 @@ def _compare_settings(
     counts, which no file states.
     """
     settings = read_settings(own)
-    stated = {where: read_settings(config) for where, config in inner.items()}
+    inner_settings = {where: read_settings(config) for where, config in inner.items()}
     differing = {
         where: {
             key: theirs[key]
             for key in sorted(settings.keys() & theirs.keys())
             if not is_equal(settings[key], theirs[key])
         }
-        for where, theirs in stated.items()
+        for where, theirs in inner_settings.items()
     }
     where = min(differing, key=lambda where: len(differing[where]))
     raise_errors(
@@ -194,7 +205,7 @@ def _compare_settings(
             for key, value in differing[where].items()
         ]
     )
-    unstated = sorted(settings.keys() - stated[where].keys() - _SHOWN)
+    unstated = sorted(settings.keys() - inner_settings[where].keys() - _SHOWN)
     if not unstated:
         return ()
     finding = Finding.of(

@@ -56,15 +56,16 @@ def join(
     for parent, dicts in parents.items():
         models = {key: names for key, names in dicts.items() if not all(map(is_state, names))}
         is_chosen = chosen is not None and any(f"{chosen}.".startswith(f"{parent}{key}.") for key in models)
-        if len(models) < 2 or is_chosen:
+        # The items of a nested module (`{"0": {"weight": ...}}`) are no state dicts.
+        are_modules = all(any("." in own for own in names) for names in models.values())
+        if len(models) < 2 or is_chosen or not are_modules:
             continue
         if not _are_stages(models):
-            if _is_list(models) and all(any("." in own for own in names) for names in models.values()):
+            if _is_list(models):
                 apart.append([f"{parent}{key}." for key in models])
             continue
         joined = {f"{parent}{own}": name for names in models.values() for own, name in names.items()}
-        beside = {name for name in others if name in joined}
-        if beside or len(joined) < sum(map(len, models.values())):
+        if others & joined.keys() or len(joined) < sum(map(len, models.values())):
             continue
         source.names.own |= {name: own for own, name in joined.items()}
         source.names.renames = True
@@ -87,9 +88,7 @@ def _is_list(dicts: Mapping[str, object]) -> bool:
 def _are_stages(dicts: Mapping[str, Mapping[str, str]]) -> bool:
     """Return True for state dicts of a list without a common name, or of a dict whose layers go on."""
     names = [name for own in dicts.values() for name in own]
-    # The items of a nested module (`{"0": {"weight": ...}}`) are no state dicts.
-    are_modules = all(any("." in name for name in own) for own in dicts.values())
-    if not are_modules or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         return False
     if _is_list(dicts):
         return True

@@ -249,9 +249,9 @@ def _read_findings(
         # Each of them is judged; no manifest of one stands for all.
         choices: list[tuple[Path, OpenOptions]] = [(path, {**opening, "step": name}) for name in error.steps]
         choices += [(path / file, opening) for file in error.files]
-        judged = [_read_findings(at, states, verify, None, memory, options) for at, options in choices]
-        findings = list(dict.fromkeys(finding for found, _ in judged for finding in found))
-        return findings, all(is_verified for _, is_verified in judged)
+        verdicts = [_read_findings(at, states, verify, None, memory, options) for at, options in choices]
+        findings = list(dict.fromkeys(finding for found, _ in verdicts for finding in found))
+        return findings, all(is_verified for _, is_verified in verdicts)
     except FastshardError as error:
         # A wrong option is wrong for every step.
         if any(finding.code == codes.USAGE for finding in error.findings):
