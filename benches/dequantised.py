@@ -36,7 +36,7 @@ from measure import (
 from safetensors.torch import save_file
 from synthetic import parse_size
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/makers"))
+sys.path.append(str(Path(__file__).parents[1] / "tests/makers"))
 from dequantised_oracle import ORACLES
 from quantised_maker import FORMS
 

@@ -24,7 +24,7 @@ from bucket_of_holes import serve_folder
 from measure import Place, Result, Side, Target, compare, digests, find_lack, find_load, remove, run
 
 _TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(_TESTS), str(_TESTS / "stores"), str(_TESTS / "trials")]
+sys.path += [str(_TESTS), str(_TESTS / "stores"), str(_TESTS / "trials")]
 
 from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, seaweedfs_server  # noqa: E402 - below the paths
 from sources import FIXTURES, llama  # noqa: E402 - below the paths

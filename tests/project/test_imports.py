@@ -309,3 +309,14 @@ def test_changes_are_seen(tmp_path: Path) -> None:
         "= 1, 2\n"
     )
     assert sorted(changes(file)) == ["o.source.step", "source.axes['V']", "source.model.b"]
+
+
+def test_modules_beside_the_package_have_names_of_their_own() -> None:
+    """Benchmarks and tests put folders on the path, where the first module of a name shadows the others."""
+    root = Path(__file__).parents[2]
+    files: dict[str, list[str]] = {}
+    for folder in ("benches", "tests", "scripts", "examples"):
+        for file in sorted((root / folder).rglob("*.py")):
+            if not file.name.startswith(("__init__", "conftest", "test_")):
+                files.setdefault(file.stem, []).append(str(file.relative_to(root)))
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}

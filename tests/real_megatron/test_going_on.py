@@ -14,7 +14,7 @@ SAME, LOST = 1e-4, 1e-2
 
 
 def losses(folder: Path, what: str, name: str) -> list[float]:
-    launch("moving.py", [folder, what, name], [folder / "log"])
+    launch("going_on.py", [folder, what, name], [folder / "log"])
     return json.loads((folder / f"{name}.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""A run of Megatron-LM's distributed optimizer, and FSDP2 that goes on with it: `python moving.py FOLDER
+"""A run of Megatron-LM's distributed optimizer, and FSDP2 that goes on with it: `python going_on.py FOLDER
 megatron|fsdp NAME`.
 
 `megatron` trains on four gloo ranks (tp 2, dp 2), saves FOLDER/saved after BEFORE steps, and goes on; `fsdp`

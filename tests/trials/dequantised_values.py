@@ -1,7 +1,7 @@
 """Values of quantised weights against the code of those who write them: every element, several shapes, edges
 of blocks.
 
-    python tests/trials/dequantised.py [--packages DIR]
+    python tests/trials/dequantised_values.py [--packages DIR]
 
 Needs compressed-tensors, bitsandbytes and transformers (DIR is put before the path of modules). Weights are
 random codes, or random numbers that the package itself has quantised; each is merged with ``--dtype`` and
