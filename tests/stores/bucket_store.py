@@ -14,7 +14,7 @@ from pathlib import Path
 from fastshard.common import codes
 from fastshard.common.errors import FastshardError
 from fastshard.stores import registry
-from fastshard.stores.store import NEW, Buffer, ConditionFailed, Mark, StoredFile
+from fastshard.stores.store import NEW, ConditionFailed, Mark, StoredFile
 
 SCHEME = "bucket"
 #: Called with (operation, path, whether it is done already); what it raises is what the store raises.
@@ -50,13 +50,13 @@ class BucketStore:
     def list_children(self) -> list[StoredFile]:
         return [file for file in self.list_objects() if "/" not in file.path]
 
-    def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
+    def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
         found = self.find(file.path)
         if found is None or found.identity != file.identity:
             raise FastshardError.of(codes.SOURCE_CHANGED, "the file was replaced", file=file.path)
         with (self.root / file.path).open("rb") as opened:
             opened.seek(offset)
-            return opened.read(length)
+            assert opened.readinto(buffer) == len(buffer)
 
     def fetch(self, path: str) -> tuple[bytes, Mark] | None:
         with self._seen("fetch", path), self._alone():

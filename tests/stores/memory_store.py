@@ -7,7 +7,7 @@ import threading
 
 from fastshard.common import codes
 from fastshard.common.errors import FastshardError
-from fastshard.stores.store import Buffer, StoredFile
+from fastshard.stores.store import StoredFile
 
 
 class MemoryStore:
@@ -44,11 +44,11 @@ class MemoryStore:
     def list_children(self) -> list[StoredFile]:
         return [file for file in self.list_files() if "/" not in file.path]
 
-    def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
-        if offset < 0 or length < 0 or offset + length > file.size:
-            raise ValueError(f"bytes {offset} to {offset + length} of a file of {file.size} bytes")
-        if not length:
-            return b""
+    def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
+        if offset < 0 or offset + len(buffer) > file.size:
+            raise ValueError(f"bytes {offset} to {offset + len(buffer)} of a file of {file.size} bytes")
+        if not len(buffer):
+            return
         with self._lock:
             content = self._files.get(file.path)
         if content is None or _identify(content) != file.identity:
@@ -57,7 +57,7 @@ class MemoryStore:
                 "is no longer the file that was listed",
                 file=f"{self.address}/{file.path}",
             )
-        return memoryview(content)[offset : offset + length]
+        buffer[:] = content[offset : offset + len(buffer)]
 
 
 def _identify(content: bytes) -> str:

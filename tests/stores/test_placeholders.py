@@ -16,11 +16,15 @@ import numpy as np
 import pytest
 from fastshard import FastshardError
 from fastshard.common import codes
-from fastshard.stores.placeholders import find_local_paths
+from fastshard.stores.placeholders import count_requests, find_local_paths
 from folder_store import FolderStore, find_address, folders_served
 from helpers import FIXTURES
 from holding import HANG
 from safetensors.numpy import load_file, save_file
+
+sys.path.append(str(Path(__file__).parents[1] / "trials"))
+
+from sources import llama
 
 
 @pytest.fixture(autouse=True)
@@ -259,3 +263,21 @@ def test_a_merge_from_a_store_stays_within_its_memory(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert 0 < int(ran.stdout) <= 128
+
+
+def test_what_a_conversion_reads_is_requested_once_and_in_long_ranges(tmp_path: Path) -> None:
+    source = llama(tmp_path / "llama", FIXTURES, 0, hidden=1024, ffn=2816, layers=2, vocab=4000)
+    ranks, disk, out = tmp_path / "ranks", tmp_path / "disk", tmp_path / "out"
+    fastshard.convert(source, ranks, to="megatron:legacy", tp=2, fsync=False)
+    # With a manifest everything would be read once more.
+    (ranks / "fastshard.manifest.json").unlink()
+    size = sum(path.stat().st_size for path in ranks.rglob("*.pt"))
+    fastshard.convert(ranks, disk, to="hf", fsync=False)
+    requests, nbytes = count_requests()
+    fastshard.convert(find_address(ranks), out, to="hf", fsync=False, threads=2)
+    requests, nbytes = count_requests()[0] - requests, count_requests()[1] - nbytes
+    assert nbytes <= size + (4 << 20)
+    # 64 MB by 8 MiB at most from both files, and the local headers of their archives.
+    assert requests < 60
+    for path in sorted(disk.glob("*.safetensors")):
+        assert (out / path.name).read_bytes() == path.read_bytes()

@@ -31,10 +31,10 @@ def save_constant(folder: Path, value: float) -> None:
         save_file(tensors, folder / f"model-{rank + 1:05d}-of-00002.safetensors")
 
 
-def read_file(self: FolderStore, file: StoredFile, offset: int, length: int) -> bytes:
+def read_file(self: FolderStore, file: StoredFile, offset: int, buffer: memoryview) -> None:
     with (self.base / file.path).open("rb") as opened:
         opened.seek(offset)
-        return opened.read(length)
+        assert opened.readinto(buffer) == len(buffer)
 
 
 @pytest.mark.parametrize("time", [0, 1_700_000_000_000_000_000], ids=["no times", "the same second"])
@@ -51,20 +51,20 @@ def test_a_run_is_not_continued_with_other_content_of_the_same_size(
         found = real(self, path)
         return StoredFile(found.path, found.size, state, time)
 
-    def fail_late(self: FolderStore, file: StoredFile, offset: int, length: int) -> bytes:
+    def fail_late(self: FolderStore, file: StoredFile, offset: int, buffer: memoryview) -> None:
         nonlocal requests
-        requests += length
+        requests += len(buffer)
         if requests > 24 << 20:
             raise FastshardError.of(codes.IO, "the network is gone", file=file.path)
-        return read_file(self, file, offset, length)
+        read_file(self, file, offset, buffer)
 
     monkeypatch.setattr(FolderStore, "_describe", describe)
-    monkeypatch.setattr(FolderStore, "read", fail_late)
+    monkeypatch.setattr(FolderStore, "read_into", fail_late)
     with pytest.raises(FastshardError):
         fastshard.merge(find_address(folder), out, threads=1)
     save_constant(folder, 2.0)
     state = "second"
-    monkeypatch.setattr(FolderStore, "read", read_file)
+    monkeypatch.setattr(FolderStore, "read_into", read_file)
     fastshard.merge(find_address(folder), out, threads=1, resume=True)
     values = [tensor for path in out.glob("*.safetensors") for tensor in load_file(path).values()]
     assert len(values) == 16 and all((tensor == 2.0).all() for tensor in values)
@@ -122,10 +122,10 @@ def test_an_error_of_a_reader_names_the_file_and_quotes_nothing(
     save_constant(folder, 1.0)
     checkpoint = fastshard.open(find_address(folder))
 
-    def fail(*_: object) -> bytes:
+    def fail(*_: object) -> None:
         raise TypeError("https://host/file?signature=SECRET")
 
-    monkeypatch.setattr(FolderStore, "read", fail)
+    monkeypatch.setattr(FolderStore, "read_into", fail)
     with pytest.raises(FastshardError) as caught:
         fastshard.merge(checkpoint, tmp_path / "out")
     (finding,) = caught.value.findings

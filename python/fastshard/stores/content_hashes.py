@@ -8,7 +8,7 @@ import threading
 from ..common import codes
 from ..common.errors import Finding
 from ..common.log import log
-from .store import Buffer, StoredFile
+from .store import StoredFile
 
 __all__ = ["ContentHash"]
 
@@ -31,17 +31,21 @@ class ContentHash:
         self._file, self._name, self._room = file, name, room
         self._hash = hashlib.sha256()
         self._next = 0
-        self._kept: dict[int, Buffer] = {}
+        self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._has_given_up = False
         #: True once the content was compared.
         self.is_compared = False
+        self._findings: list[Finding] | None = None
 
-    def add(self, offset: int, content: Buffer) -> list[Finding] | None:
-        """Take a range that was read; return findings if the file is complete and another one than stated."""
+    def add(self, offset: int, content: memoryview) -> list[Finding] | None:
+        """Take a range that was read; return findings if the file is complete and another one than stated.
+
+        They are returned for each later range too: nobody may have waited for the one that was last.
+        """
         with self._lock:
             if self._has_given_up or self.is_compared or offset + len(content) <= self._next:
-                return None
+                return self._findings
             if offset > self._next:
                 self._keep(offset, content)
                 return None
@@ -51,29 +55,31 @@ class ContentHash:
             if self._next < self._file.size:
                 return None
             self.is_compared = True
-        if self._hash.hexdigest() == self._file.sha256:
-            log("stores", "%s: the content has the SHA-256 that the store states", self._name)
-            return None
-        return [
-            Finding.of(
-                codes.HASH,
-                "the content has another SHA-256 than the one that the store states",
-                file=self._name,
-                expected=f"sha256 {self._file.sha256}",
-                got=f"sha256 {self._hash.hexdigest()}",
-                help="run again; if it differs again, upload the file anew",
-            )
-        ]
+            if self._hash.hexdigest() != self._file.sha256:
+                self._findings = [self._describe_difference()]
+                return self._findings
+        log("stores", "%s: the content has the SHA-256 that the store states", self._name)
+        return None
 
-    def _update(self, offset: int, content: Buffer) -> None:
+    def _describe_difference(self) -> Finding:
+        return Finding.of(
+            codes.HASH,
+            "the content has another SHA-256 than the one that the store states",
+            file=self._name,
+            expected=f"sha256 {self._file.sha256}",
+            got=f"sha256 {self._hash.hexdigest()}",
+            help="run again; if it differs again, upload the file anew",
+        )
+
+    def _update(self, offset: int, content: bytes | memoryview) -> None:
         skipped = self._next - offset
         if skipped < len(content):
             self._hash.update(memoryview(content)[skipped:])
             self._next = offset + len(content)
 
-    def _keep(self, offset: int, content: Buffer) -> None:
+    def _keep(self, offset: int, content: memoryview) -> None:
         if sum(map(len, self._kept.values())) + len(content) > self._room:
             self._has_given_up = True
             self._kept.clear()
         elif len(content) > len(self._kept.get(offset, b"")):
-            self._kept[offset] = content
+            self._kept[offset] = bytes(content)

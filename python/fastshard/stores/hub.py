@@ -10,7 +10,7 @@ from ..common import codes, safe_files
 from ..common.errors import FastshardError
 from .hub_address import HubAddress
 from .hub_requests import SHA256, HubRequests
-from .store import Buffer, StoredFile
+from .store import StoredFile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -115,23 +115,20 @@ class HubRepository:
             files[file.path] = file
         return [files[path] for path in sorted(files)]
 
-    def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
-        """Read exactly ``length`` bytes from ``offset`` of a file, from the hub's cache if it is there.
+    def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from ``offset`` of a file, from the hub's cache if it is there.
 
         Raises:
-            FastshardError: as :meth:`Store.read` raises it.
+            FastshardError: as :meth:`Store.read_into` raises it.
             ValueError: if the range is not inside the file.
         """
-        if offset < 0 or length < 0 or offset + length > file.size:
-            raise ValueError(f"{length} bytes from {offset} are not inside of {file.size}")
+        if offset < 0 or offset + len(buffer) > file.size:
+            raise ValueError(f"{len(buffer)} bytes from {offset} are not inside of {file.size}")
         if file.identity.partition("/")[0] != self._commit:
             raise self._hub.changed(file, "was listed at another commit", file.identity.partition("/")[0])
-        if not length:
-            return b""
         path = self._folder + file.path
-        if (data := self._read_cached(path, file, offset, length)) is not None:
-            return data
-        return self._hub.read(self._commit, path, file, offset, length)
+        if len(buffer) and not self._read_cached(path, file, offset, buffer):
+            self._hub.read_into(self._commit, path, file, offset, buffer)
 
     def _find_root(self) -> None:
         """Find out whether the address names a folder or a file."""
@@ -164,8 +161,8 @@ class HubRepository:
             )
         return StoredFile(path, size, f"{self._commit}/{blob}", sha256=sha256)
 
-    def _read_cached(self, path: str, file: StoredFile, offset: int, length: int) -> bytes | None:
-        """Read from the file of the hub's cache, if it has the file at this commit in full."""
+    def _read_cached(self, path: str, file: StoredFile, offset: int, buffer: memoryview) -> bool:
+        """Fill a buffer from the hub's cache; return False unless it has the file at this commit in full."""
         from huggingface_hub import try_to_load_from_cache
 
         try:
@@ -173,20 +170,20 @@ class HubRepository:
                 self._parts.repository, path, cache_dir=_cache_folder(), revision=self._commit
             )
             if not isinstance(found, str):
-                return None
+                return False
             with safe_files.opened(found) as descriptor:
                 if os.fstat(descriptor).st_size != file.size:
-                    return None
-                data = bytearray()
-                while len(data) < length:
-                    piece = os.pread(descriptor, length - len(data), offset + len(data))
-                    if not piece:
-                        return None
-                    data += piece
-                return bytes(data)
+                    return False
+                done = 0
+                while done < len(buffer):
+                    count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                    if not count:
+                        return False
+                    done += count
+                return True
         except (FastshardError, OSError, ValueError):
             # The hub has it too.
-            return None
+            return False
 
 
 if TYPE_CHECKING:

@@ -227,9 +227,9 @@ class HubRequests:
         """The address of the hub."""
         return self._endpoint
 
-    def read(self, commit: str, path: str, file: StoredFile, offset: int, length: int) -> bytearray:
-        """Read a range of a file; what came before an error that passes is not read again."""
-        data, done = bytearray(length), 0
+    def read_into(self, commit: str, path: str, file: StoredFile, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with a range of a file; what came before an error that passes is not read again."""
+        length, done = len(buffer), 0
         deadline = self._now() + _PATIENCE + length / _SLOWEST
         named = self._named(file)
 
@@ -241,7 +241,7 @@ class HubRequests:
                     if len(part) > length - done and response.status_code == 206:
                         raise self._unfit(response, file, "the answer is longer than its range")
                     taken = min(len(part), length - done)
-                    data[done : done + taken] = part[:taken]
+                    buffer[done : done + taken] = part[:taken]
                     done += taken
                     if done == length and response.status_code == 200 and length < file.size:
                         # Only the start of the file is wanted. Any other answer is read to its end, since its
@@ -253,7 +253,6 @@ class HubRequests:
                 raise _Retry(f"the answer ended after {done} of {length} bytes")
 
         self._try(attempt, deadline, named)
-        return data
 
     # --- requests
 

@@ -332,8 +332,10 @@ class HubUpload:
         names: list[Any] = [None]
         if type(size) is int and 0 < size <= _MOST_OF_MANIFEST:
             file = StoredFile(path, size, f"{self._parent}/{entry['oid']}")
+            content = bytearray(size)
+            self._hub.read_into(self._parent, path, file, 0, memoryview(content))
             document = json_text.value(
-                bytes(self._hub.read(self._parent, path, file, 0, size)),
+                bytes(content),
                 about,
                 "cannot read the manifest",
                 code=codes.BAD_MANIFEST,

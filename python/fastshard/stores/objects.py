@@ -30,7 +30,7 @@ from ..common import codes
 from ..common.errors import FastshardError
 from ..common.optional_imports import imported
 from ..common.records import dataclass
-from .store import Buffer, StoredFile
+from .store import StoredFile
 
 __all__ = ["DEADLINE", "MOST_FILES", "ObjectStore"]
 
@@ -40,6 +40,8 @@ MOST_FILES = 1_000_000
 DEADLINE = 60.0
 #: Bytes of one request; larger ranges are read in several, each with its own deadline.
 PIECE = 32 << 20
+#: Bytes of a part of a body, about: fewer are joined.
+PART = 256 << 10
 #: Bytes of a name in a directory of Linux.
 LONGEST_NAME = 255
 #: Requests at once that ask whether an empty object is the marker of a folder.
@@ -202,23 +204,16 @@ class ObjectStore:
             if "/" not in path and _refuse_path(path) is None
         ]
 
-    def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
-        """Reads exactly ``length`` bytes from ``offset`` of a file; see :meth:`Store.read`.
+    def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
+        """Fills a buffer with the bytes from ``offset`` of a file; see :meth:`Store.read_into`.
 
         Raises:
             ValueError: the range is not inside the file as it was listed.
         """
-        if offset < 0 or length < 0 or offset + length > file.size:
-            raise ValueError(f"bytes {offset} to {offset + length} of a file of {file.size} bytes")
-        if not length:
-            return b""
-        if length <= PIECE:
-            return self._read_piece(file, offset, length)
-        data = bytearray(length)
-        for at in range(0, length, PIECE):
-            size = min(PIECE, length - at)
-            data[at : at + size] = self._read_piece(file, offset + at, size)
-        return data
+        if offset < 0 or offset + len(buffer) > file.size:
+            raise ValueError(f"bytes {offset} to {offset + len(buffer)} of a file of {file.size} bytes")
+        for at in range(0, len(buffer), PIECE):
+            self._read_piece(file, offset + at, buffer[at : at + PIECE])
 
     # --- obstore
 
@@ -517,8 +512,8 @@ class ObjectStore:
                     self._is_file = alone is not None
         return self._at.key if self._is_file else self._key_below(file.path)
 
-    def _read_piece(self, file: StoredFile, offset: int, length: int) -> Buffer:
-        key = self._key_of(file)
+    def _read_piece(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
+        key, length = self._key_of(file), len(buffer)
         about = self.address if key in ("", self._at.key) else f"{self.address}/{file.path}"
         options: dict[str, Any] = {"range": (offset, offset + length)}
         if file.identity.startswith("modified "):
@@ -527,30 +522,36 @@ class ObjectStore:
             # A weak ETag never matches: it is compared below.
             options["if_match"] = file.identity
 
-        def get() -> tuple[dict[str, Any], Any]:
+        def get() -> int:
             result = self._obstore.get(self._store, key, options=options)
             meta = result.meta
             if self._identify(meta, about) != file.identity or meta["size"] != file.size:
                 # Not every server knows conditions.
                 raise self._changed(about, file, f"{meta['size']} bytes, {self._identify(meta, about)}")
-            return meta, result.bytes()
+            # In parts, as they come: the complete body would be copied once more.
+            count = 0
+            for part in result.stream(min_chunk_size=PART):
+                if count + len(part) <= length:
+                    buffer[count : count + len(part)] = part
+                count += len(part)
+            return count
 
         try:
-            _, data = self._call(get, about=about)
+            count = self._call(get, about=about)
         except FastshardError as error:
             if error.code == codes.NO_SUCH_PATH or error.got in ("status 412", "status 416"):
                 changed = self._changed(about, file, error.got or "status 404")
             else:
                 raise
         else:
-            if len(data) == length:
-                return memoryview(data)
+            if count == length:
+                return
             raise _error(
                 codes.IO,
                 "came with another length than was asked for",
                 file=about,
                 expected=f"{length} bytes from {offset}",
-                got=f"{len(data)} bytes",
+                got=f"{count} bytes",
                 help="check the server, and any proxy before it",
             )
         raise changed

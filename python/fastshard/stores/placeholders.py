@@ -29,7 +29,7 @@ from ..common.stored_places import record_place
 from . import registry
 from .claims import CLAIM, MOST_BYTES, OWN_FOLDER, Claim, find_claim, is_own
 from .content_hashes import ContentHash
-from .store import Store, StoredFile
+from .store import Store, StoredFile, read_bytes
 
 __all__ = [
     "StoredRoot",
@@ -165,7 +165,7 @@ def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFil
     for file in files:
         if file.path == CLAIM or file.path.endswith(f"/{CLAIM}"):
             prefix, about = file.path.removesuffix(CLAIM), f"{store.address}/{file.path}"
-            content = b"" if file.size > MOST_BYTES else bytes(store.read(file, 0, file.size))
+            content = b"" if file.size > MOST_BYTES else read_bytes(store, file, 0, file.size)
             claim = Claim.parse(content, about)
             if prefix + claim.last not in paths:
                 raise _unfinished(f"{store.address}/{prefix}".rstrip("/"), claim)
@@ -333,7 +333,7 @@ def _reader(
     def read(number: int, offset: int, buffer: memoryview) -> list[Finding] | None:
         file = files[number]
         try:
-            content = store.read(file, offset, len(buffer))
+            store.read_into(file, offset, buffer)
         except FastshardError as error:
             return error.findings
         except MemoryError:
@@ -349,19 +349,8 @@ def _reader(
                     help="run again; if it fails again, copy the checkpoint here",
                 )
             ]
-        if len(content) != len(buffer):
-            return [
-                Finding.of(
-                    codes.IO,
-                    "the store sent another number of bytes than were asked for",
-                    file=file.path,
-                    expected=f"{len(buffer)} bytes from {offset}",
-                    got=str(len(content)),
-                )
-            ]
-        buffer[:] = content
         content_hash = hashes.get(number)
-        return None if content_hash is None else content_hash.add(offset, content)
+        return None if content_hash is None else content_hash.add(offset, buffer)
 
     return read
 

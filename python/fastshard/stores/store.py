@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from ..common.records import dataclass
 
-__all__ = ["NEW", "ConditionFailed", "Mark", "Store", "StoredFile", "WritableStore"]
+__all__ = ["NEW", "ConditionFailed", "Mark", "Store", "StoredFile", "WritableStore", "read_bytes"]
 
-Buffer = bytes | bytearray | memoryview
 #: The store's own mark of an object's content, for a condition.
 Mark = Any
 #: The condition that nothing has the name yet.
@@ -64,14 +63,21 @@ class Store(Protocol):
             FastshardError: as :meth:`list_files`.
         """
 
-    def read(self, file: StoredFile, offset: int, length: int) -> Buffer:
-        """Read exactly ``length`` bytes from ``offset`` of a file.
+    def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from ``offset`` of a file; keep no reference to it.
 
         Raises:
             FastshardError: ``FS506`` if the file is no longer the one that was listed; otherwise as
                 :meth:`list_files`. Errors that pass are retried first, within a deadline.
             ValueError: the range is not inside the file as it was listed; no bytes of any file are inside.
         """
+
+
+def read_bytes(store: Store, file: StoredFile, offset: int, length: int) -> bytes:
+    """Read exactly ``length`` bytes from ``offset`` of a file; see :meth:`Store.read_into`."""
+    content = bytearray(length)
+    store.read_into(file, offset, memoryview(content))
+    return bytes(content)
 
 
 class ConditionFailed(Exception):

@@ -171,11 +171,64 @@ fn fill(
 #[derive(Debug)]
 struct PythonRequests {
     read: Py<PyAny>,
+    spares: Arc<Spares>,
+}
+
+/// Long buffers that nobody reads any more, for the next requests of their length: fresh pages cost as much as copying.
+#[derive(Debug, Default)]
+struct Spares(Mutex<Vec<PythonBytes>>);
+
+/// Buffers that are kept at most.
+const SPARES: usize = 2;
+
+impl Spares {
+    fn take(&self, len: usize) -> Option<Box<PythonBytes>> {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = kept.iter().position(|buffer| buffer.len == len)?;
+        Some(Box::new(kept.swap_remove(at)))
+    }
+
+    fn give(&self, buffer: PythonBytes) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // The oldest goes: requests have grown since.
+        let oldest = (kept.len() == SPARES).then(|| kept.remove(0));
+        kept.push(buffer);
+        drop((kept, oldest));
+    }
+}
+
+/// A buffer that goes to the spare ones.
+#[derive(Debug)]
+struct Returning {
+    buffer: Option<Box<dyn BlockBytes>>,
+    spares: Arc<Spares>,
+}
+
+impl BlockBytes for Returning {
+    fn bytes(&self) -> &[u8] {
+        self.buffer.as_deref().map_or(&[], BlockBytes::bytes)
+    }
+}
+
+impl Drop for Returning {
+    fn drop(&mut self) {
+        let Some(buffer) = self.buffer.take() else { return };
+        if let Ok(buffer) = (buffer as Box<dyn Any>).downcast::<PythonBytes>() {
+            self.spares.give(*buffer);
+        }
+    }
 }
 
 impl Requests for PythonRequests {
     fn request(&self, file: u32, offset: u64, len: usize) -> Result<Box<dyn BlockBytes>> {
-        Python::attach(|py| fill(py, "a file", len, None, |view| self.read.call1(py, (file, offset, view))))
+        let spare = self.spares.take(len);
+        let buffer = Python::attach(|py| {
+            fill(py, "a file", len, spare, |view| self.read.call1(py, (file, offset, view)))
+        })?;
+        match len < MAPPED {
+            true => Ok(buffer),
+            false => Ok(Box::new(Returning { buffer: Some(buffer), spares: Arc::clone(&self.spares) })),
+        }
     }
 }
 
@@ -202,7 +255,13 @@ impl StoreFolder {
             folder.canonicalize().map_err(|e| crate::raise(Error::io(&folder, "cannot open", &e)))?;
         let listed =
             files.into_iter().map(|(path, size, mtime_ns)| Listed { path, size, mtime_ns }).collect();
-        let files = StoreFiles::new(folder.clone(), name, listed, room, Box::new(PythonRequests { read }));
+        let files = StoreFiles::new(
+            folder.clone(),
+            name,
+            listed,
+            room,
+            Box::new(PythonRequests { read, spares: Arc::default() }),
+        );
         let provider = Arc::new(StoreProvider(Arc::clone(&files)));
         let registration = Mutex::new(Some(Registration::new(folder, provider)));
         Ok(StoreFolder { files, registration })

@@ -19,6 +19,7 @@ mod learnt;
 mod part_samples;
 mod pool;
 mod read;
+mod read_ahead;
 mod reads;
 pub(crate) mod release;
 mod report;

@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 use memmap2::Mmap;
 use rustix::fs::SeekFrom;
 
-use self::remote::Ranges;
+use self::remote::{Ranges, Readers};
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::memory::{self, HeaderRoom};
@@ -224,6 +224,21 @@ impl SourceFile {
         match &self.bytes {
             Bytes::File(_) => Ok(()),
             Bytes::Remote(file) => file.will_read(ranges, true),
+        }
+    }
+
+    /// Maximum bytes that [`Self::schedule`] has under way and here at a time; none for files that are not in a store.
+    pub fn schedule_room(&self) -> Option<u64> {
+        match &self.bytes {
+            Bytes::File(_) => None,
+            Bytes::Remote(file) => file.schedule_room(),
+        }
+    }
+
+    /// Requests what certain reads (first byte, one past the last) take; see [`Ranges::schedule`].
+    pub fn schedule(&self, reads: Vec<(u64, u64)>, readers: &dyn Fn() -> Readers) {
+        if let Bytes::Remote(file) = &self.bytes {
+            file.schedule(reads, readers);
         }
     }
 
@@ -440,11 +455,15 @@ impl SourceFile {
         Ok(Stamp::of(&meta))
     }
 
-    /// Errors if the file's size, modification time, inode or device has changed since it was opened.
+    /// Errors if the file's size, modification time, inode or device has changed since it was opened, or if its store states
+    /// another content.
     ///
     /// # Errors
-    /// `FS506`.
+    /// `FS506`, and the finding about the content.
     pub fn unchanged(&self) -> Result<()> {
+        if let Bytes::Remote(file) = &self.bytes {
+            file.is_as_stated()?;
+        }
         if self.own {
             return Ok(());
         }

@@ -69,14 +69,14 @@ impl Deal {
         Deal { runs, first, stripes, begun: AtomicUsize::new(0) }
     }
 
-    /// The next tile for a worker: its output, and its number in the output. It is from the worker's own
+    /// The place of the next tile for a worker. It is from the worker's own
     /// stripe, else from a stripe that nobody has begun, else from the stripe with the most remaining tiles.
-    pub(super) fn take(&self, hand: &mut Hand) -> Option<(usize, u64)> {
+    pub(super) fn take(&self, hand: &mut Hand) -> Option<u64> {
         loop {
             if let Some(stripe) = hand.0.map(|number| &self.stripes[number]) {
                 let place = stripe.next.fetch_add(1, Ordering::Relaxed);
                 if place < stripe.end {
-                    return Some(self.tile(place));
+                    return Some(place);
                 }
             }
             let untouched = self.begun.fetch_add(1, Ordering::Relaxed);
@@ -87,12 +87,18 @@ impl Deal {
         }
     }
 
+    /// The number of all tiles.
+    pub(super) fn count_tiles(&self) -> u64 {
+        self.stripes.last().map_or(0, |stripe| stripe.end)
+    }
+
     fn find_fullest(&self) -> Option<usize> {
         let left = self.stripes.iter().enumerate().map(|(number, stripe)| (stripe.count_left(), number));
         left.max().filter(|(count, _)| *count > 0).map(|(_, number)| number)
     }
 
-    fn tile(&self, place: u64) -> (usize, u64) {
+    /// The tile at a place: its output, and its number in the output.
+    pub(super) fn tile(&self, place: u64) -> (usize, u64) {
         // The last run that starts at or before this tile.
         let at = self.first.partition_point(|first| *first <= place) - 1;
         let run = self.runs[at];
@@ -111,8 +117,12 @@ mod tests {
         Deal::new(runs.collect(), workers, (!in_order).then_some(&file_of))
     }
 
+    fn take(deal: &Deal, hand: &mut Hand) -> Option<(usize, u64)> {
+        deal.take(hand).map(|place| deal.tile(place))
+    }
+
     fn take_all(deal: &Deal, hand: &mut Hand) -> Vec<(usize, u64)> {
-        std::iter::from_fn(|| deal.take(hand)).collect()
+        std::iter::from_fn(|| take(deal, hand)).collect()
     }
 
     #[test]
@@ -124,7 +134,7 @@ mod tests {
                 let mut dealt = Vec::new();
                 // Whoever comes last takes what the others leave.
                 for hand in &mut hands {
-                    dealt.extend((0..2).filter_map(|_| deal.take(hand)));
+                    dealt.extend((0..2).filter_map(|_| take(&deal, hand)));
                 }
                 dealt.extend(take_all(&deal, hands.last_mut().unwrap()));
                 dealt.sort_unstable();
@@ -139,17 +149,17 @@ mod tests {
     fn workers_begin_in_files_of_their_own() {
         let deal = deal(&[(0, 9), (0, 1), (1, 5), (2, 2)], 3, false);
         let mut hands: Vec<Hand> = (0..3).map(|_| Hand::default()).collect();
-        let firsts: Vec<_> = hands.iter_mut().map(|hand| deal.take(hand).unwrap()).collect();
+        let firsts: Vec<_> = hands.iter_mut().map(|hand| take(&deal, hand).unwrap()).collect();
         assert_eq!(firsts, [(0, 0), (2, 0), (3, 0)]);
-        assert_eq!(deal.take(&mut hands[2]), Some((3, 1)));
-        assert_eq!(deal.take(&mut hands[2]), Some((0, 1)), "of the file of which most is left");
+        assert_eq!(take(&deal, &mut hands[2]), Some((3, 1)));
+        assert_eq!(take(&deal, &mut hands[2]), Some((0, 1)), "of the file of which most is left");
     }
 
     #[test]
     fn fewer_files_than_workers_are_cut_in_equal_pieces() {
         let deal = deal(&[(0, 6), (1, 2)], 4, false);
         let mut hands: Vec<Hand> = (0..4).map(|_| Hand::default()).collect();
-        let firsts: Vec<_> = hands.iter_mut().map(|hand| deal.take(hand).unwrap()).collect();
+        let firsts: Vec<_> = hands.iter_mut().map(|hand| take(&deal, hand).unwrap()).collect();
         assert_eq!(firsts, [(0, 0), (0, 2), (0, 4), (1, 0)]);
     }
 
@@ -157,9 +167,9 @@ mod tests {
     fn what_is_dealt_in_order_is_one_sequence() {
         let deal = deal(&[(0, 2), (1, 2)], 2, true);
         let (mut a, mut b) = (Hand::default(), Hand::default());
-        let dealt: Vec<_> = (0..4).map(|i| deal.take(if i % 2 == 0 { &mut a } else { &mut b })).collect();
+        let dealt: Vec<_> = (0..4).map(|i| take(&deal, if i % 2 == 0 { &mut a } else { &mut b })).collect();
         assert_eq!(dealt, [Some((0, 0)), Some((0, 1)), Some((1, 0)), Some((1, 1))]);
-        assert_eq!(deal.take(&mut a), None);
+        assert_eq!(take(&deal, &mut a), None);
     }
 
     #[test]

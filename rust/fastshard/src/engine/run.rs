@@ -10,6 +10,7 @@ use super::checksums::Checksums;
 use super::deal::{Deal, Hand};
 use super::gather::Sources;
 use super::learnt::Drift;
+use super::read_ahead::ReadAhead;
 use super::tile::{self, Twins, Workspace};
 use super::turns::Turns;
 use super::{lock, place, release, Control, MemoryUse, Options, Sink, TileDone};
@@ -51,6 +52,8 @@ pub(super) struct Run<'a> {
     deal: Deal,
     /// Of the workers as many compute at a time as there are to be threads.
     turns: Turns,
+    /// What is requested before it is read.
+    read_ahead: ReadAhead<'a>,
     workers: u64,
     /// Tiles that were begun.
     begun: AtomicU64,
@@ -113,13 +116,13 @@ fn readers(
 }
 
 /// True if tiles in another order would take more memory or time: for data that is decoded, unpacked,
-/// assembled or changed by factors, few of which are kept, and for bytes that were requested from another
-/// host in advance.
+/// assembled or changed by factors, few of which are kept, and for bytes that are requested from another
+/// host or a store in advance.
 fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
     plan.blobs.iter().any(|blob| blob.encoded || blob.deflated)
         || plan.stored.iter().any(|stored| !stored.changes.is_empty())
         || plan.files.iter().any(|file| matches!(file.form, Form::Arrays(_)))
-        || files.iter().any(|file| file.is_lent() || file.blocks_apart().is_some())
+        || files.iter().any(|file| file.is_lent() || file.is_stored() || file.blocks_apart().is_some())
 }
 
 /// The number of additional workers that are worth having to wait for a disk: few if there is little to
@@ -202,6 +205,7 @@ impl<'a> Run<'a> {
             // Those that wait help the others: what is written lies together.
             deal: Deal::new(runs, memory.workers, file_of),
             turns: Turns::new(memory.workers),
+            read_ahead: ReadAhead::new(plan, files),
             workers: memory.workers + waiting,
             begun: AtomicU64::new(0),
             pads,
@@ -226,6 +230,14 @@ impl<'a> Run<'a> {
         self.control.reach(Step::Opened);
         let begun = Instant::now();
         std::thread::scope(|scope| {
+            if self.read_ahead.is_needed() {
+                let request = || {
+                    self.read_ahead.request_all(&self.deal, &self.tiles, self.sink, &|| self.stopped());
+                };
+                if Builder::new().spawn_scoped(scope, request).is_err() {
+                    self.read_ahead.give_up();
+                }
+            }
             for _ in 1..self.workers {
                 // Where the system starts no more threads, those that it has started do the work.
                 let _ = Builder::new().spawn_scoped(scope, || self.work());
@@ -284,9 +296,12 @@ impl<'a> Run<'a> {
 
     fn work_tiles(&self, work: &mut Workspace) -> Result<()> {
         let mut hand = Hand::default();
-        while let Some((output, tile)) = self.deal.take(&mut hand).filter(|_| !self.stopped()) {
+        while let Some(place) = self.deal.take(&mut hand).filter(|_| !self.stopped()) {
+            self.read_ahead.wait_for(place);
+            let (output, tile) = self.deal.tile(place);
             self.control.reach(Step::Tile(self.begun.fetch_add(1, Ordering::Relaxed)));
             self.tile(output, tile, work)?;
+            self.read_ahead.note_done();
         }
         Ok(())
     }

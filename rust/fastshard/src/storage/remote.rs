@@ -42,6 +42,34 @@ pub trait Ranges: Debug + Send + Sync {
     /// # Errors
     /// The reason why the announcement fails.
     fn will_read(&self, ranges: &[(u64, u64)], now: bool) -> Result<()>;
+
+    /// Errors if the content that was read so far is not the one that its store states.
+    ///
+    /// # Errors
+    /// `FS308`.
+    fn is_as_stated(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Maximum bytes that [`Self::schedule`] has under way and here at a time; none for files that have no requests.
+    fn schedule_room(&self) -> Option<u64> {
+        None
+    }
+
+    /// Requests what certain reads (first byte, one past the last) take, each of which follows once, in any order. Waits for
+    /// room while the readers are busy.
+    fn schedule(&self, _reads: Vec<(u64, u64)>, _readers: &dyn Fn() -> Readers) {}
+}
+
+/// What those do who read what was scheduled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Readers {
+    /// They read.
+    Busy,
+    /// They have read all that was scheduled before.
+    Idle,
+    /// They read no more.
+    Stopped,
 }
 
 /// Provides the files that the placeholders in a folder stand for.

@@ -3,21 +3,22 @@
 //! What a request brings beyond a read is kept for the next ones. Where reading goes on for long, the following requests are
 //! made ahead, by threads that only wait.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
-use super::remote::{Provider, Ranges};
+use super::remote::{Provider, Ranges, Readers};
 use super::BlockBytes;
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 
 /// Minimum bytes of a request, and its maximum if reading continues.
-const LEAST: u64 = 256 << 10;
+pub(crate) const LEAST: u64 = 256 << 10;
 const MOST: u64 = 8 << 20;
 /// Bytes of a read from which a request brings nothing beyond it.
 const LONG: u64 = 1 << 20;
@@ -26,8 +27,15 @@ const AHEAD: usize = 32;
 const AHEAD_OF_ONE: usize = 2;
 /// Bytes between two announced ranges at which one request brings both.
 const GAP: u64 = 64 << 10;
-/// Requests of the longest kind that fit into the room.
-const PARTS_OF_ROOM: u64 = 16;
+/// Requests of the longest kind that fit into the room: at first, and once bytes had to be requested twice.
+const FEWEST_IN_ROOM: u64 = 4;
+const MOST_IN_ROOM: u64 = 16;
+/// Requests after which one that was made ahead, and whose bytes nobody has read, was made in vain.
+const PATIENCE: u64 = 64;
+/// How long to wait for room before the readers are looked at again.
+const WAIT: Duration = Duration::from_millis(20);
+/// Ranges that are remembered after they had to go.
+const EVICTED: usize = 64;
 /// Places in a file at which readers continue, at most.
 const STREAMS: usize = 16;
 
@@ -58,10 +66,14 @@ struct Segment {
     bytes: Option<Arc<dyn BlockBytes>>,
     /// When it was last read, as a count of reads.
     used: u64,
-    /// True while it is requested ahead of its readers.
+    /// True if it was requested ahead of its readers, until one comes.
     is_ahead: bool,
+    /// When its bytes came, as a count of requests.
+    came: u64,
     /// True once somebody has read its end.
     is_read: bool,
+    /// Bytes of scheduled reads that have not come yet. It goes when they have.
+    due: Option<u64>,
 }
 
 /// A place up to which a file was requested, and the length of that request.
@@ -75,11 +87,20 @@ struct Stream {
 struct State {
     /// Segments by file and first byte; they do not overlap.
     segments: BTreeMap<(u32, u64), Segment>,
-    /// Bytes of all segments that are here, and of those that are requested ahead.
+    /// Bytes of the segments that are here and wait for nobody, of those that wait for scheduled reads, here or not, and of
+    /// those that were requested ahead of their readers, here or not.
     kept: u64,
-    coming: u64,
+    scheduled: u64,
+    ahead: u64,
     reads: u64,
+    requests: u64,
+    /// The longest request.
+    most: u64,
+    /// What had to go before all of it was read, the last first: file, first byte, one past the last.
+    evicted: VecDeque<(u32, u64, u64)>,
     streams: HashMap<u32, Vec<Stream>>,
+    /// Files whose content is another one than the store states, as a request that nobody waited for has shown.
+    wrong: HashMap<u32, Error>,
 }
 
 /// The files of a root in a store.
@@ -97,8 +118,6 @@ pub struct StoreFiles {
     ahead: Mutex<Ahead>,
     /// The process that made requests last: what is under way in its parent never arrives in a forked one.
     process: AtomicU32,
-    /// The longest request.
-    most: u64,
     count: AtomicU64,
     bytes: AtomicU64,
 }
@@ -129,7 +148,8 @@ impl StoreFiles {
         requests: Box<dyn Requests>,
     ) -> Arc<StoreFiles> {
         let numbers = files.iter().enumerate().map(|(i, file)| (folder.join(&file.path), i as u32)).collect();
-        let state = Mutex::default();
+        let most = (room / FEWEST_IN_ROOM).clamp(LEAST, MOST);
+        let state = Mutex::new(State { most, ..State::default() });
         let (count, bytes) = Default::default();
         Arc::new(StoreFiles {
             requests,
@@ -142,7 +162,6 @@ impl StoreFiles {
             arrived: Condvar::new(),
             ahead: Mutex::default(),
             process: AtomicU32::new(std::process::id()),
-            most: (room / PARTS_OF_ROOM).clamp(LEAST, MOST),
             count,
             bytes,
         })
@@ -172,8 +191,7 @@ impl StoreFiles {
     /// Releases the bytes that are kept between reads.
     pub fn forget(&self) {
         let mut state = self.lock();
-        state.segments.retain(|_, segment| segment.bytes.is_none());
-        state.kept = 0;
+        state.retain(|segment| segment.bytes.is_none());
     }
 
     /// Forgets what the process that this one was forked from has under way.
@@ -183,8 +201,7 @@ impl StoreFiles {
             return;
         }
         let mut state = self.lock();
-        state.segments.retain(|_, segment| segment.bytes.is_some());
-        state.coming = 0;
+        state.retain(|segment| segment.bytes.is_some());
         drop(state);
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::forget(std::mem::take(&mut *ahead));
@@ -212,35 +229,39 @@ impl StoreFiles {
         loop {
             state.reads += 1;
             let now = state.reads;
-            let before = state.segments.range_mut((file, 0)..=(file, at)).next_back();
+            let State { segments, ahead, .. } = &mut *state;
+            let before = segments.range_mut((file, 0)..=(file, at)).next_back();
             match before.filter(|(key, segment)| at < key.1 + segment.len) {
-                Some((&(_, first), segment)) => match &segment.bytes {
-                    Some(bytes) => {
-                        segment.used = now;
-                        segment.is_read |= end >= first + segment.len;
-                        let found = (first, Arc::clone(bytes));
-                        let wanted = state.choose_ahead(
-                            file,
-                            first + segment_len(&found.1),
-                            size,
-                            self.room,
-                            self.most,
-                        );
-                        drop(state);
-                        self.request_ahead(wanted);
+                Some((&(_, first), segment)) => {
+                    if std::mem::take(&mut segment.is_ahead) {
+                        *ahead -= segment.len;
+                    }
+                    let Some(bytes) = &segment.bytes else {
+                        state = self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner);
+                        continue;
+                    };
+                    segment.used = now;
+                    segment.is_read |= end >= first + segment.len;
+                    let found = (first, Arc::clone(bytes));
+                    if let Some(due) = &mut segment.due {
+                        *due = due.saturating_sub(end.min(first + segment.len) - at);
+                        if *due == 0 {
+                            state.remove((file, first));
+                            self.arrived.notify_all();
+                        }
                         return Ok(found);
                     }
-                    None => state = self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),
-                },
+                    let wanted = state.choose_ahead(file, first + segment_len(&found.1), size, self.room);
+                    drop(state);
+                    self.request_ahead(wanted);
+                    return Ok(found);
+                }
                 None => break,
             }
         }
-        let hi = state.choose_end(file, at, end, size, self.most);
-        state.segments.insert(
-            (file, at),
-            Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: false, is_read: false },
-        );
-        let wanted = state.choose_ahead(file, hi, size, self.room, self.most);
+        let hi = state.choose_end(file, at, end, size, self.room);
+        state.expect(file, at, hi, false);
+        let wanted = state.choose_ahead(file, hi, size, self.room);
         drop(state);
         self.request_ahead(wanted);
         let bytes = self.request(file, at, hi, hi > end || hi - at < LEAST)?;
@@ -252,9 +273,43 @@ impl StoreFiles {
         self.leave_parent();
         let size = self.files[file as usize].size;
         let mut state = self.lock();
-        let wanted = state.choose_announced(file, ranges, size, self.room, self.most);
+        let wanted = state.choose_announced(file, ranges, size, self.room);
         drop(state);
         self.request_ahead(wanted);
+    }
+
+    /// Requests what reads of a file take, all at once, when there is room for it.
+    fn schedule(self: &Arc<Self>, file: u32, mut reads: Vec<(u64, u64)>, readers: &dyn Fn() -> Readers) {
+        self.leave_parent();
+        reads.sort_unstable();
+        let size = self.files[file as usize].size;
+        let mut state = self.lock();
+        let covered = loop {
+            let readers = readers();
+            let covered = state.cover(file, &reads, size);
+            let bytes: u64 = covered.iter().map(|(lo, hi, _)| hi - lo).sum();
+            if readers == Readers::Stopped || bytes > self.room {
+                return;
+            }
+            if state.scheduled + bytes <= self.room {
+                break covered;
+            }
+            if readers == Readers::Idle {
+                // They have read other bytes than were listed.
+                state.unschedule();
+            }
+            state = self.arrived.wait_timeout(state, WAIT).unwrap_or_else(PoisonError::into_inner).0;
+        };
+        for &(lo, hi, due) in &covered {
+            state.expect(file, lo, hi, false);
+            state.scheduled += hi - lo;
+            if let Some(segment) = state.segments.get_mut(&(file, lo)) {
+                segment.due = Some(due);
+            }
+        }
+        state.make_room(self.room);
+        drop(state);
+        self.request_ahead(covered.into_iter().map(|(lo, hi, _)| (file, lo, hi)).collect());
     }
 
     /// Requests the bytes of a segment that is under way, and hands them to those who wait for them.
@@ -273,6 +328,13 @@ impl StoreFiles {
         }
         waiting.arrive(Arc::clone(&bytes), keep);
         Ok(bytes)
+    }
+
+    /// Keeps the error of a request that was made ahead, if it is one about the content of a file.
+    fn note(&self, file: u32, error: Error) {
+        if error.findings().iter().any(|finding| finding.code == codes::HASH) {
+            self.lock().wrong.entry(file).or_insert(error);
+        }
     }
 
     /// Has threads make requests whose segments are under way.
@@ -294,6 +356,12 @@ impl StoreFiles {
             }
         }
     }
+}
+
+/// Bytes of reads, sorted by their first byte, between `lo` and `hi`; what several read counts for each.
+fn count_read(reads: &[(u64, u64)], lo: u64, hi: u64) -> u64 {
+    let until = reads.partition_point(|read| read.0 < hi);
+    reads[..until].iter().map(|read| read.1.min(hi).saturating_sub(read.0.max(lo))).sum()
 }
 
 fn segment_len(bytes: &Arc<dyn BlockBytes>) -> u64 {
@@ -319,7 +387,9 @@ fn work_ahead(store: &Weak<StoreFiles>, receiver: &Mutex<Receiver<Wanted>>) {
         let wanted = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok((file, at, hi)) = wanted else { return };
         let Some(store) = store.upgrade() else { return };
-        drop(store.request(file, at, hi, true));
+        if let Err(error) = store.request(file, at, hi, true) {
+            store.note(file, error);
+        }
     }
 }
 
@@ -333,13 +403,12 @@ impl Waiting<'_> {
     /// Hands the bytes to those who wait for them; keeps them for later reads if `keep`.
     fn arrive(self, bytes: Arc<dyn BlockBytes>, keep: bool) {
         let mut state = self.store.lock();
-        let now = state.reads;
+        let (now, requests) = (state.reads, state.requests);
         if let Some(segment) = state.segments.get_mut(&self.key).filter(|_| keep) {
             let len = segment.len;
-            let was_ahead = std::mem::take(&mut segment.is_ahead);
-            (segment.bytes, segment.used) = (Some(bytes), now);
-            state.kept += len;
-            state.coming -= if was_ahead { len } else { 0 };
+            (segment.bytes, segment.used, segment.came) = (Some(bytes), now, requests);
+            let is_due = segment.due.is_some();
+            state.kept += if is_due { 0 } else { len };
             state.make_room(self.store.room);
         }
     }
@@ -348,9 +417,8 @@ impl Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut state = self.store.lock();
-        if let Some(segment) = state.segments.get(&self.key).filter(|segment| segment.bytes.is_none()) {
-            state.coming -= if segment.is_ahead { segment.len } else { 0 };
-            state.segments.remove(&self.key);
+        if state.segments.get(&self.key).is_some_and(|segment| segment.bytes.is_none()) {
+            state.remove(self.key);
         }
         drop(state);
         self.store.arrived.notify_all();
@@ -358,9 +426,104 @@ impl Drop for Waiting<'_> {
 }
 
 impl State {
+    /// Adds a segment whose bytes are under way.
+    fn expect(&mut self, file: u32, at: u64, hi: u64, is_ahead: bool) {
+        let len = hi - at;
+        self.requests += 1;
+        self.ahead += if is_ahead { len } else { 0 };
+        let segment =
+            Segment { len, bytes: None, used: u64::MAX, is_ahead, came: u64::MAX, is_read: false, due: None };
+        self.segments.insert((file, at), segment);
+    }
+
+    /// The segments with which scheduled reads of a file, sorted, are covered: each with the bytes that are read from it.
+    /// What is under way or here is left out.
+    fn cover(&self, file: u32, reads: &[(u64, u64)], size: u64) -> Vec<(u64, u64, u64)> {
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for &(lo, hi) in reads {
+            match joined.last_mut() {
+                Some(last) if lo <= last.1 + LEAST && hi.max(last.1) - last.0 <= self.most => {
+                    last.1 = last.1.max(hi);
+                }
+                Some(last) if hi <= last.1 => {}
+                last => {
+                    let mut at = last.map_or(lo, |last| lo.max(last.1));
+                    while hi - at > self.most {
+                        joined.push((at, at + self.most));
+                        at += self.most;
+                    }
+                    joined.push((at, hi));
+                }
+            }
+        }
+        let mut found = Vec::new();
+        for (lo, hi) in joined {
+            let (mut at, hi) = (lo, hi.min(size));
+            while at < hi {
+                let before = self.segments.range((file, 0)..=(file, at)).next_back();
+                if let Some((key, segment)) = before.filter(|(key, segment)| at < key.1 + segment.len) {
+                    at = key.1 + segment.len;
+                    continue;
+                }
+                let next =
+                    self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(hi, |(key, _)| key.1);
+                let end = next.min(hi);
+                let due = count_read(reads, at, end);
+                if due > 0 {
+                    found.push((at, end, due));
+                }
+                at = end;
+            }
+        }
+        found
+    }
+
+    /// Leaves what is scheduled and here to those who come across it.
+    fn unschedule(&mut self) {
+        let all = self.segments.values_mut().filter(|segment| segment.bytes.is_some());
+        for segment in all.filter(|segment| segment.due.is_some()) {
+            segment.due = None;
+            self.scheduled -= segment.len;
+            self.kept += segment.len;
+        }
+    }
+
+    fn remove(&mut self, key: (u32, u64)) -> Option<Segment> {
+        let segment = self.segments.remove(&key)?;
+        match &segment {
+            Segment { due: Some(_), .. } => self.scheduled -= segment.len,
+            Segment { bytes: Some(_), .. } => self.kept -= segment.len,
+            _ => {}
+        }
+        self.ahead -= if segment.is_ahead { segment.len } else { 0 };
+        Some(segment)
+    }
+
+    fn retain(&mut self, stays: impl Fn(&Segment) -> bool) {
+        let removed: Vec<_> =
+            self.segments.iter().filter(|(_, segment)| !stays(segment)).map(|(key, _)| *key).collect();
+        removed.into_iter().for_each(|key| drop(self.remove(key)));
+    }
+
+    /// True if `len` more bytes may be requested ahead: half of the room is for what readers come back to. What was requested
+    /// in vain goes first.
+    fn has_room_ahead(&mut self, len: u64, room: u64) -> bool {
+        if self.ahead + len > room / 2 {
+            let requests = self.requests;
+            self.retain(|segment| !segment.is_ahead || segment.came.saturating_add(PATIENCE) > requests);
+        }
+        self.ahead + len <= room / 2
+    }
+
     /// Chooses the end of a request for byte `at` of a file, for a read up to `end`: the longer, the longer reading has gone
     /// on from there.
-    fn choose_end(&mut self, file: u32, at: u64, end: u64, size: u64, most: u64) -> u64 {
+    fn choose_end(&mut self, file: u32, at: u64, end: u64, size: u64, room: u64) -> u64 {
+        if let Some(i) = self.evicted.iter().position(|&(of, lo, hi)| of == file && (lo..hi).contains(&at)) {
+            // There are more readers than room for long requests.
+            self.evicted.remove(i);
+            self.most = (self.most / 2).max(room / MOST_IN_ROOM).max(LEAST);
+        }
+        let most = self.most;
         let next = self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
         let streams = self.streams.entry(file).or_default();
         // A reader that leaves out less than it asked for last reads on, unless it takes long parts of something else.
@@ -379,7 +542,8 @@ impl State {
 
     /// Chooses the requests to make ahead of a reader that has come to a segment which ends at `next`, if reading has gone on
     /// for long: their segments are under way from now on.
-    fn choose_ahead(&mut self, file: u32, mut next: u64, size: u64, room: u64, most: u64) -> Vec<Wanted> {
+    fn choose_ahead(&mut self, file: u32, mut next: u64, size: u64, room: u64) -> Vec<Wanted> {
+        let most = self.most;
         let mut wanted = Vec::new();
         let is_long =
             |s: &Stream| s.step >= most && s.end <= next + AHEAD_OF_ONE as u64 * most && s.end >= next;
@@ -394,15 +558,10 @@ impl State {
             let begins = |(key, _): (&(u32, u64), &Segment)| key.1;
             let until = self.segments.range((file, next)..=(file, u64::MAX)).next().map_or(size, begins);
             let hi = (next + most).min(until).min(size);
-            // Half of the room is for what readers come back to.
-            if hi <= next || self.coming + (hi - next) > room / 2 {
+            if hi <= next || !self.has_room_ahead(hi - next, room) {
                 break;
             }
-            self.coming += hi - next;
-            self.segments.insert(
-                (file, next),
-                Segment { len: hi - next, bytes: None, used: u64::MAX, is_ahead: true, is_read: false },
-            );
+            self.expect(file, next, hi, true);
             wanted.push((file, next, hi));
             next = hi;
         }
@@ -414,18 +573,11 @@ impl State {
 
     /// Chooses the requests for announced ranges of a file, which come in their order: their segments are under way from now
     /// on. What is here or under way is left out, and what finds no room.
-    fn choose_announced(
-        &mut self,
-        file: u32,
-        ranges: &[(u64, u64)],
-        size: u64,
-        room: u64,
-        most: u64,
-    ) -> Vec<Wanted> {
+    fn choose_announced(&mut self, file: u32, ranges: &[(u64, u64)], size: u64, room: u64) -> Vec<Wanted> {
         let mut joined: Vec<(u64, u64)> = Vec::new();
         for &(lo, hi) in ranges {
             match joined.last_mut() {
-                Some(last) if lo >= last.0 && lo <= last.1 + GAP && hi - last.0 <= most => {
+                Some(last) if lo >= last.0 && lo <= last.1 + GAP && hi - last.0 <= self.most => {
                     last.1 = last.1.max(hi)
                 }
                 _ => joined.push((lo, hi)),
@@ -438,14 +590,10 @@ impl State {
             let next =
                 self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
             let hi = hi.min(next).min(size);
-            if at >= hi || self.coming + (hi - at) > room / 2 {
+            if at >= hi || !self.has_room_ahead(hi - at, room) {
                 continue;
             }
-            self.coming += hi - at;
-            self.segments.insert(
-                (file, at),
-                Segment { len: hi - at, bytes: None, used: u64::MAX, is_ahead: true, is_read: false },
-            );
+            self.expect(file, at, hi, true);
             wanted.push((file, at, hi));
         }
         wanted
@@ -453,13 +601,17 @@ impl State {
 
     /// Removes the segments that were not read for the longest time, until the others take no more than `room`.
     fn make_room(&mut self, room: u64) {
-        while self.kept > room {
-            let here = self.segments.iter().filter(|(_, segment)| segment.bytes.is_some());
+        while self.kept + self.scheduled > room {
+            let here =
+                self.segments.iter().filter(|(_, segment)| segment.bytes.is_some() && segment.due.is_none());
             let Some((&key, _)) = here.min_by_key(|(_, segment)| (!segment.is_read, segment.used)) else {
                 return;
             };
-            let len = self.segments.remove(&key).map_or(0, |segment| segment.len);
-            self.kept -= len;
+            let Some(removed) = self.remove(key) else { return };
+            if !removed.is_read && removed.len > room / MOST_IN_ROOM {
+                self.evicted.truncate(EVICTED - 1);
+                self.evicted.push_front((key.0, key.1, key.1 + removed.len));
+            }
         }
     }
 }
@@ -489,6 +641,18 @@ impl Ranges for StoreFile {
         self.store.will_read(self.number, ranges);
         Ok(())
     }
+
+    fn is_as_stated(&self) -> Result<()> {
+        self.store.lock().wrong.get(&self.number).map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    fn schedule_room(&self) -> Option<u64> {
+        Some(self.store.room)
+    }
+
+    fn schedule(&self, reads: Vec<(u64, u64)>, readers: &dyn Fn() -> Readers) {
+        self.store.schedule(self.number, reads, readers);
+    }
 }
 
 /// Provides the files of a store to those who open their placeholders.
@@ -509,114 +673,4 @@ impl Provider for StoreProvider {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicBool;
-
-    use super::*;
-
-    /// The bytes of one file, and the requests for them (offset, length).
-    #[derive(Debug)]
-    struct Memory {
-        content: Vec<u8>,
-        asked: Asked,
-        fails: AtomicBool,
-    }
-
-    impl Requests for Memory {
-        fn request(&self, _: u32, offset: u64, len: usize) -> Result<Box<dyn BlockBytes>> {
-            self.asked.lock().unwrap().push((offset, len));
-            if self.fails.swap(false, Ordering::Relaxed) {
-                return Err(Finding::new(codes::SOURCE_CHANGED, "replaced").into());
-            }
-            Ok(Box::new(self.content[offset as usize..offset as usize + len].to_vec()))
-        }
-    }
-
-    type Asked = Arc<Mutex<Vec<(u64, usize)>>>;
-
-    fn store(size: usize, room: u64, fails: bool) -> (Arc<dyn Ranges>, Vec<u8>, Asked) {
-        let content: Vec<u8> = (0..size).map(|i| ((i * 2_654_435_761) >> 7) as u8).collect();
-        let asked = Asked::default();
-        let requests = Memory { content: content.clone(), asked: Arc::clone(&asked), fails: fails.into() };
-        let listed = Listed { path: "a/b".into(), size: size as u64, mtime_ns: 5 };
-        let files = StoreFiles::new("/r".into(), "s3://x".into(), vec![listed], room, Box::new(requests));
-        (StoreProvider(files).file(Path::new("/r/a/b")).unwrap(), content, asked)
-    }
-
-    #[test]
-    fn reads_are_exact_and_requests_grow() {
-        let (file, content, asked) = store(20 << 20, 64 << 20, false);
-        assert_eq!(file.identity(), Some((20 << 20, 5)));
-        let mut at = 0;
-        while at < content.len() {
-            let mut bytes = vec![0; 5000.min(content.len() - at)];
-            file.read(at as u64, &mut bytes).unwrap();
-            assert!(bytes == content[at..at + bytes.len()]);
-            at += bytes.len();
-        }
-        let asked = asked.lock().unwrap();
-        assert_eq!(asked[0], (0, 256 << 10));
-        assert!(asked.len() < 10, "{asked:?}");
-        // No byte is asked for twice.
-        assert_eq!(asked.iter().map(|(_, len)| len).sum::<usize>(), content.len());
-    }
-
-    #[test]
-    fn strided_reads_by_threads_are_exact_in_little_room() {
-        let (file, content, _) = store(6 << 20, 1 << 20, false);
-        std::thread::scope(|scope| {
-            for thread in 0..4 {
-                let (file, content) = (&file, &content);
-                scope.spawn(move || {
-                    for row in 0..700 {
-                        let at = row * 8192 + thread * 2048;
-                        let mut bytes = [0; 2048];
-                        file.read(at as u64, &mut bytes).unwrap();
-                        assert!(bytes[..] == content[at..at + 2048]);
-                    }
-                });
-            }
-        });
-    }
-
-    #[test]
-    fn announced_ranges_are_requested_once_and_no_more_than_they_are() {
-        let (file, content, asked) = store(8 << 20, 4 << 20, false);
-        // The second begins in the first, the third joins it, the fifth ends beyond the file.
-        let end = 8 << 20;
-        let ranges = [(0, 100), (50, 200), (1000, 1100), (3 << 20, (3 << 20) + 10), (end - 5, end + 50)];
-        file.will_read(&ranges, true).unwrap();
-        for &(lo, hi) in &ranges {
-            let hi = hi.min(end);
-            let mut bytes = vec![0; (hi - lo) as usize];
-            file.read(lo, &mut bytes).unwrap();
-            assert!(bytes == content[lo as usize..hi as usize]);
-        }
-        // What is here is not requested again.
-        file.will_read(&ranges, true).unwrap();
-        let mut asked = asked.lock().unwrap().clone();
-        asked.sort_unstable();
-        assert_eq!(asked, [(0, 1100), (3 << 20, 10), (end - 5, 5)]);
-    }
-
-    #[test]
-    fn announced_ranges_that_find_no_room_are_requested_when_they_are_read() {
-        let (file, content, asked) = store(8 << 20, 1 << 20, false);
-        file.will_read(&[(0, 4 << 20)], true).unwrap();
-        assert!(asked.lock().unwrap().is_empty());
-        let mut bytes = [0; 8];
-        file.read(1 << 20, &mut bytes).unwrap();
-        assert!(bytes == content[1 << 20..(1 << 20) + 8]);
-    }
-
-    #[test]
-    fn a_failed_request_is_made_again_by_the_next_reader() {
-        // In little room the next request would be made ahead, and be the one that fails.
-        let (file, content, asked) = store(1 << 20, 64 << 20, true);
-        let mut bytes = [0; 8];
-        let error = file.read(0, &mut bytes).unwrap_err();
-        assert_eq!(error.findings()[0].code, codes::SOURCE_CHANGED);
-        file.read(0, &mut bytes).unwrap();
-        assert!(bytes == content[..8] && asked.lock().unwrap().len() == 2);
-    }
-}
+mod tests;
