@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fastshard
@@ -17,6 +20,7 @@ from fastshard.stores import registry
 from fastshard.stores.content_hashes import ContentHash
 from fastshard.stores.store import StoredFile
 from folder_store import FolderStore
+from holding import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -42,6 +46,26 @@ def test_ranges_in_any_order_are_compared(cuts: set[int], seed: int, again: bool
         # Whoever reads on hears of it too.
         has_failed = [bool(findings) for findings in found]
         assert has_failed == sorted(has_failed) and has_failed[-1] != is_right
+
+
+def test_ranges_under_way_are_waited_for_where_there_is_no_room() -> None:
+    for sha256, is_right in ((None, True), ("0" * 64, False)):
+        content_hash = ContentHash(make_file(sha256), "f", 100)
+        begun = threading.Barrier(10)
+
+        def read(
+            start: int, content_hash: ContentHash = content_hash, begun: threading.Barrier = begun
+        ) -> bool:
+            with content_hash.expect(start):
+                begun.wait(HANG)
+                # The last ranges come first.
+                time.sleep((1000 - start) / 20_000)
+                return bool(content_hash.add(start, memoryview(CONTENT)[start : start + 100]))
+
+        with ThreadPoolExecutor(10) as pool:
+            has_failed = list(pool.map(read, range(0, 1000, 100)))
+        assert content_hash.is_compared
+        assert any(has_failed) != is_right
 
 
 def test_a_file_that_is_read_in_part_or_far_out_of_order_is_not_compared() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..common import codes
 from ..common.errors import Finding
@@ -12,12 +14,16 @@ from .store import StoredFile
 
 __all__ = ["ContentHash"]
 
+#: Seconds that a range waits for those before it.
+_PATIENCE = 120.0
+
 
 class ContentHash:
     """The SHA-256 of a file whose ranges are read in any order, by several threads.
 
-    Ranges before the next byte to hash are ignored, and those after it are kept for a while. A file that is
-    not read in full, or too far out of order, is not compared.
+    Ranges before the next byte to hash are ignored. Those after it are kept as long as there is room, and
+    then wait for ranges before them that are under way. A file that is not read in full, or too far out of
+    order, is not compared.
     """
 
     def __init__(self, file: StoredFile, name: str, room: int) -> None:
@@ -32,18 +38,35 @@ class ContentHash:
         self._hash = hashlib.sha256()
         self._next = 0
         self._kept: dict[int, bytes] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        #: First bytes of the ranges that are under way.
+        self._pending: list[int] = []
         self._has_given_up = False
         #: True once the content was compared.
         self.is_compared = False
         self._findings: list[Finding] | None = None
+
+    @contextmanager
+    def expect(self, offset: int) -> Iterator[None]:
+        """Let later ranges wait for one that is read within a block."""
+        with self._changed:
+            self._pending.append(offset)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pending.remove(offset)
+                self._changed.notify_all()
 
     def add(self, offset: int, content: memoryview) -> list[Finding] | None:
         """Take a range that was read; return findings if the file is complete and another one than stated.
 
         They are returned for each later range too: nobody may have waited for the one that was last.
         """
-        with self._lock:
+        with self._changed:
+            while not self._has_room(offset, len(content)) and any(first < offset for first in self._pending):
+                # Longer than any request takes: a process that was forked waits for none of its parent's.
+                self._has_given_up |= not self._changed.wait(_PATIENCE)
             if self._has_given_up or self.is_compared or offset + len(content) <= self._next:
                 return self._findings
             if offset > self._next:
@@ -77,8 +100,14 @@ class ContentHash:
             self._hash.update(memoryview(content)[skipped:])
             self._next = offset + len(content)
 
+    def _has_room(self, offset: int, length: int) -> bool:
+        """Return True unless a range is one to keep that finds no room."""
+        if offset <= self._next or self._has_given_up or self.is_compared:
+            return True
+        return sum(map(len, self._kept.values())) + length <= self._room
+
     def _keep(self, offset: int, content: memoryview) -> None:
-        if sum(map(len, self._kept.values())) + len(content) > self._room:
+        if not self._has_room(offset, len(content)):
             self._has_given_up = True
             self._kept.clear()
         elif len(content) > len(self._kept.get(offset, b"")):

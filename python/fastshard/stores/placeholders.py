@@ -331,9 +331,14 @@ def _reader(
     }
 
     def read(number: int, offset: int, buffer: memoryview) -> list[Finding] | None:
-        file = files[number]
+        file, content_hash = files[number], hashes.get(number)
         try:
-            store.read_into(file, offset, buffer)
+            if content_hash is None:
+                store.read_into(file, offset, buffer)
+                return None
+            with content_hash.expect(offset):
+                store.read_into(file, offset, buffer)
+                return content_hash.add(offset, buffer)
         except FastshardError as error:
             return error.findings
         except MemoryError:
@@ -349,8 +354,6 @@ def _reader(
                     help="run again; if it fails again, copy the checkpoint here",
                 )
             ]
-        content_hash = hashes.get(number)
-        return None if content_hash is None else content_hash.add(offset, buffer)
 
     return read
 

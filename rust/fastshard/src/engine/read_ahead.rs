@@ -83,6 +83,11 @@ impl<'a> ReadAhead<'a> {
         self.group > 0
     }
 
+    /// True once the tile at a place was requested.
+    pub(super) fn has_passed(&self, place: u64) -> bool {
+        *lock(&self.passed) > place
+    }
+
     /// Waits until the tile at a place was requested.
     pub(super) fn wait_for(&self, place: u64) {
         let mut passed = lock(&self.passed);

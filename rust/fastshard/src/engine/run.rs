@@ -232,7 +232,10 @@ impl<'a> Run<'a> {
         std::thread::scope(|scope| {
             if self.read_ahead.is_needed() {
                 let request = || {
-                    self.read_ahead.request_all(&self.deal, &self.tiles, self.sink, &|| self.stopped());
+                    let is_stopped = || self.stopped();
+                    let all =
+                        || Ok(self.read_ahead.request_all(&self.deal, &self.tiles, self.sink, &is_stopped));
+                    without_panic(all).unwrap_or_else(|error| self.fail(error));
                 };
                 if Builder::new().spawn_scoped(scope, request).is_err() {
                     self.read_ahead.give_up();
@@ -297,7 +300,9 @@ impl<'a> Run<'a> {
     fn work_tiles(&self, work: &mut Workspace) -> Result<()> {
         let mut hand = Hand::default();
         while let Some(place) = self.deal.take(&mut hand).filter(|_| !self.stopped()) {
-            self.read_ahead.wait_for(place);
+            if !self.read_ahead.has_passed(place) {
+                self.turns.wait(|| self.read_ahead.wait_for(place));
+            }
             let (output, tile) = self.deal.tile(place);
             self.control.reach(Step::Tile(self.begun.fetch_add(1, Ordering::Relaxed)));
             self.tile(output, tile, work)?;
