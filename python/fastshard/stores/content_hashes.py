@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from .store import StoredFile
 
 __all__ = ["ContentHash"]
 
-#: Seconds that a range waits for those before it.
-_PATIENCE = 120.0
+#: Seconds that a range waits for those before it: longer than a request takes with all its repetitions.
+_PATIENCE = 600.0
 
 
 class ContentHash:
@@ -41,6 +42,7 @@ class ContentHash:
         self._changed = threading.Condition()
         #: First bytes of the ranges that are under way.
         self._pending: list[int] = []
+        self._process = os.getpid()
         self._has_given_up = False
         #: True once the content was compared.
         self.is_compared = False
@@ -50,6 +52,9 @@ class ContentHash:
     def expect(self, offset: int) -> Iterator[None]:
         """Let later ranges wait for one that is read within a block."""
         with self._changed:
+            if self._process != os.getpid():
+                # What is under way in its parent never arrives in a forked process.
+                self._process, self._pending = os.getpid(), []
             self._pending.append(offset)
         try:
             yield
@@ -65,8 +70,8 @@ class ContentHash:
         """
         with self._changed:
             while not self._has_room(offset, len(content)) and any(first < offset for first in self._pending):
-                # Longer than any request takes: a process that was forked waits for none of its parent's.
-                self._has_given_up |= not self._changed.wait(_PATIENCE)
+                if not self._changed.wait(_PATIENCE):
+                    self._give_up()
             if self._has_given_up or self.is_compared or offset + len(content) <= self._next:
                 return self._findings
             if offset > self._next:
@@ -91,7 +96,7 @@ class ContentHash:
             file=self._name,
             expected=f"sha256 {self._file.sha256}",
             got=f"sha256 {self._hash.hexdigest()}",
-            help="run again; if it differs again, upload the file anew",
+            help="run again, in Python in a new process; if it differs again, upload the file anew",
         )
 
     def _update(self, offset: int, content: bytes | memoryview) -> None:
@@ -99,6 +104,10 @@ class ContentHash:
         if skipped < len(content):
             self._hash.update(memoryview(content)[skipped:])
             self._next = offset + len(content)
+
+    def _give_up(self) -> None:
+        self._has_given_up = True
+        self._kept.clear()
 
     def _has_room(self, offset: int, length: int) -> bool:
         """Return True unless a range is one to keep that finds no room."""
@@ -108,7 +117,6 @@ class ContentHash:
 
     def _keep(self, offset: int, content: memoryview) -> None:
         if not self._has_room(offset, len(content)):
-            self._has_given_up = True
-            self._kept.clear()
+            self._give_up()
         elif len(content) > len(self._kept.get(offset, b"")):
             self._kept[offset] = bytes(content)

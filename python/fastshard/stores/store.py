@@ -64,7 +64,7 @@ class Store(Protocol):
         """
 
     def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from ``offset`` of a file; keep no reference to it.
+        """Fill all of a buffer with the bytes from ``offset`` of a file, or raise; keep no reference to it.
 
         Raises:
             FastshardError: ``FS506`` if the file is no longer the one that was listed; otherwise as

@@ -185,7 +185,12 @@ impl Spares {
     fn take(&self, len: usize) -> Option<Box<PythonBytes>> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let at = kept.iter().position(|buffer| buffer.len == len)?;
-        Some(Box::new(kept.swap_remove(at)))
+        Some(Box::new(kept.remove(at)))
+    }
+
+    fn clear(&self) {
+        let kept = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(kept);
     }
 
     fn give(&self, buffer: PythonBytes) {
@@ -236,6 +241,7 @@ impl Requests for PythonRequests {
 #[pyclass(frozen, module = "fastshard._core")]
 pub(crate) struct StoreFolder {
     files: Arc<StoreFiles>,
+    spares: Arc<Spares>,
     registration: Mutex<Option<Registration>>,
 }
 
@@ -255,16 +261,17 @@ impl StoreFolder {
             folder.canonicalize().map_err(|e| crate::raise(Error::io(&folder, "cannot open", &e)))?;
         let listed =
             files.into_iter().map(|(path, size, mtime_ns)| Listed { path, size, mtime_ns }).collect();
+        let spares = Arc::new(Spares::default());
         let files = StoreFiles::new(
             folder.clone(),
             name,
             listed,
             room,
-            Box::new(PythonRequests { read, spares: Arc::default() }),
+            Box::new(PythonRequests { read, spares: Arc::clone(&spares) }),
         );
         let provider = Arc::new(StoreProvider(Arc::clone(&files)));
         let registration = Mutex::new(Some(Registration::new(folder, provider)));
-        Ok(StoreFolder { files, registration })
+        Ok(StoreFolder { files, spares, registration })
     }
 
     /// Number of requests so far, and the bytes that they asked for.
@@ -275,9 +282,10 @@ impl StoreFolder {
     /// Releases the bytes that are kept between reads.
     fn forget(&self) {
         self.files.forget();
+        self.spares.clear();
     }
 
-    /// Makes the placeholders ordinary files again, and waits for requests that were made ahead.
+    /// Makes the placeholders ordinary files again, and waits for requests that are under way.
     fn close(&self, py: Python<'_>) {
         drop(self.registration.lock().unwrap_or_else(PoisonError::into_inner).take());
         py.detach(|| self.files.stop());

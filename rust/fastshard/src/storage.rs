@@ -242,6 +242,13 @@ impl SourceFile {
         }
     }
 
+    /// Ends the schedules of its store.
+    pub fn end_schedule(&self) {
+        if let Bytes::Remote(file) = &self.bytes {
+            file.end_schedule();
+        }
+    }
+
     /// The same file, with a limit: [`Self::read_vec`] then reads no more than there is room for.
     #[must_use]
     pub fn within(mut self, room: Option<Arc<HeaderRoom>>) -> Self {

@@ -1,23 +1,21 @@
 //! Requests what tiles read from files of a store, before the workers come to them.
 //!
-//! The reads are listed by the same code that makes them, and requested in groups: all requests of a group are under way at
-//! once, and two groups fit into the store's room. A worker begins a tile when its group was requested. What a list leaves
-//! out is requested when it is read.
+//! The reads are listed by the same code that makes them, and requested in groups: two groups are under way or here at a time.
+//! A worker begins a tile when its group was requested. What a list leaves out is requested when it is read.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use super::deal::Deal;
+use super::lock;
 use super::tile::{self, Twins};
-use super::{lock, Sink};
-use crate::error::Result;
 use crate::plan::Plan;
 use crate::storage::remote::Readers;
 use crate::storage::{requests, SourceFile};
 
 /// Bytes between two reads at which one request brings both.
-const GAP: u64 = requests::LEAST;
+const GAP: u64 = requests::GAP;
 /// Groups that fit into the room of a store.
 const GROUPS_IN_ROOM: u64 = 2;
 
@@ -48,19 +46,31 @@ impl Drop for Ending<'_, '_> {
 struct Group {
     /// For each file its reads: first byte, and one past the last.
     reads: BTreeMap<u32, Vec<(u64, u64)>>,
-    /// Bytes of the reads, and of short gaps between them, which are requested with them.
+    /// The ranges that requests bring, with short gaps: file and first byte, and one past the last.
+    ranges: BTreeMap<(u32, u64), u64>,
+    /// Bytes of the ranges.
     bytes: u64,
 }
 
 impl Group {
     fn add(&mut self, file: u32, lo: u64, hi: u64) {
         let reads = self.reads.entry(file).or_default();
-        let gap = reads.last().map_or(0, |last| lo.saturating_sub(last.1));
-        self.bytes += hi - lo + if gap <= GAP { gap } else { 0 };
         match reads.last_mut() {
             Some(last) if last.1 == lo => last.1 = hi,
             _ => reads.push((lo, hi)),
         }
+        let (mut lo, mut hi) = (lo, hi);
+        let reached = (file, hi.saturating_add(GAP));
+        while let Some((&(of, first), &end)) = self.ranges.range(..=reached).next_back() {
+            if of != file || end.saturating_add(GAP) < lo {
+                break;
+            }
+            self.ranges.remove(&(file, first));
+            self.bytes -= end - first;
+            (lo, hi) = (lo.min(first), hi.max(end));
+        }
+        self.ranges.insert((file, lo), hi);
+        self.bytes += hi - lo;
     }
 
     fn append(&mut self, other: &Group) {
@@ -111,12 +121,13 @@ impl<'a> ReadAhead<'a> {
         self.moved.notify_all();
     }
 
-    /// Requests what the tiles of a run read, in their order, until `is_stopped`.
+    /// Requests what the tiles of a run read, in their order, until `is_stopped`; but for those that are not made
+    /// (`is_made(output, tile)`).
     pub(super) fn request_all(
         &self,
         deal: &Deal,
         sizes: &[u64],
-        sink: &dyn Sink,
+        is_made: &dyn Fn(usize, u64) -> bool,
         is_stopped: &dyn Fn() -> bool,
     ) {
         let _ending = Ending(self);
@@ -125,8 +136,7 @@ impl<'a> ReadAhead<'a> {
         for place in (0..deal.count_tiles()).take_while(|_| !is_stopped()) {
             let (output, tile) = deal.tile(place);
             let size = sizes[output];
-            let is_made = |found: Result<Option<_>>| matches!(found, Ok(Some(_)));
-            if is_made(sink.adopted(output, tile, size)) || is_made(sink.claimed(output, tile, size)) {
+            if !is_made(output, tile) {
                 if group.bytes == 0 {
                     self.pass(place + 1);
                 }
@@ -162,6 +172,13 @@ impl<'a> ReadAhead<'a> {
             }
         }
         self.request(group, is_stopped);
+    }
+
+    /// Ends what was requested and not read.
+    pub(super) fn end(&self) {
+        if self.is_needed() {
+            self.files.iter().for_each(|file| file.end_schedule());
+        }
     }
 
     fn request(&self, group: Group, is_stopped: &dyn Fn() -> bool) {

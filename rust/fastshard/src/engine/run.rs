@@ -232,9 +232,12 @@ impl<'a> Run<'a> {
         std::thread::scope(|scope| {
             if self.read_ahead.is_needed() {
                 let request = || {
-                    let is_stopped = || self.stopped();
-                    let all =
-                        || Ok(self.read_ahead.request_all(&self.deal, &self.tiles, self.sink, &is_stopped));
+                    let (is_made, is_stopped) =
+                        (|output, tile| !self.may_keep(output, tile), || self.stopped());
+                    let all = || {
+                        self.read_ahead.request_all(&self.deal, &self.tiles, &is_made, &is_stopped);
+                        Ok(())
+                    };
                     without_panic(all).unwrap_or_else(|error| self.fail(error));
                 };
                 if Builder::new().spawn_scoped(scope, request).is_err() {
@@ -247,6 +250,7 @@ impl<'a> Run<'a> {
             }
             self.work();
         });
+        self.read_ahead.end();
         self.control.reach(Step::TilesMade);
         log::debug!(
             target: topics::ENGINE,
@@ -341,6 +345,21 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    /// True if an earlier run's record of an output's tile says all: comparisons of copies and statistics are in none.
+    fn takes_claims(&self, output: &Output) -> bool {
+        let alone =
+            |p: &Part| p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty();
+        !self.stats.wanted() && output.parts.iter().all(alone)
+    }
+
+    /// True if there is a record of a tile, which is not made again if its bytes are still in the result.
+    fn may_keep(&self, index: usize, tile: u64) -> bool {
+        let size = self.tiles[index];
+        let is_there = |found: Result<Option<TileDone>>| matches!(found, Ok(Some(_)));
+        is_there(self.sink.adopted(index, tile, size))
+            || self.takes_claims(&self.plan.outputs[index]) && is_there(self.sink.claimed(index, tile, size))
+    }
+
     /// The record of a tile of an earlier run, if its bytes are still in the result.
     fn keep(
         &self,
@@ -355,10 +374,7 @@ impl<'a> Run<'a> {
             self.sink.kept(index, &done);
             return Ok(Some(done));
         }
-        // Comparisons of copies and statistics are not in a record.
-        let alone =
-            |p: &Part| p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty();
-        if self.stats.wanted() || !output.parts.iter().all(alone) {
+        if !self.takes_claims(output) {
             return Ok(None);
         }
         let Some(claim) = self.sink.claimed(index, tile, size)? else { return Ok(None) };

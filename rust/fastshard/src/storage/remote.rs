@@ -59,6 +59,9 @@ pub trait Ranges: Debug + Send + Sync {
     /// Requests what certain reads (first byte, one past the last) take, each of which follows once, in any order. Waits for
     /// room while the readers are busy.
     fn schedule(&self, _reads: Vec<(u64, u64)>, _readers: &dyn Fn() -> Readers) {}
+
+    /// Ends all schedules: no read follows any more.
+    fn end_schedule(&self) {}
 }
 
 /// What those do who read what was scheduled.

@@ -1,12 +1,12 @@
 //! Files of a store, read by requests that each take long.
 //!
-//! What a request brings beyond a read is kept for the next ones. Where reading goes on for long, the following requests are
-//! made ahead, by threads that only wait.
+//! What a plan reads is scheduled: it is requested by threads that only wait, and goes when it is read. What a request brings
+//! beyond any other read is kept for the next ones, and where reading goes on for long, the following requests are made ahead.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -18,15 +18,15 @@ use crate::codes;
 use crate::error::{Error, Finding, Result};
 
 /// Minimum bytes of a request, and its maximum if reading continues.
-pub(crate) const LEAST: u64 = 256 << 10;
+const LEAST: u64 = 256 << 10;
 const MOST: u64 = 8 << 20;
 /// Bytes of a read from which a request brings nothing beyond it.
 const LONG: u64 = 1 << 20;
 /// Requests that are made ahead at the same time, and of them those for one reader that reads on.
 const AHEAD: usize = 32;
 const AHEAD_OF_ONE: usize = 2;
-/// Bytes between two announced ranges at which one request brings both.
-const GAP: u64 = 64 << 10;
+/// Bytes between two announced or scheduled ranges at which one request brings both.
+pub(crate) const GAP: u64 = 64 << 10;
 /// Requests of the longest kind that fit into the room: at first, and once bytes had to be requested twice.
 const FEWEST_IN_ROOM: u64 = 4;
 const MOST_IN_ROOM: u64 = 16;
@@ -59,15 +59,32 @@ pub struct Listed {
     pub mtime_ns: i64,
 }
 
+/// Why a segment is requested.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Why {
+    /// A reader waits for it.
+    Demanded,
+    /// Readers may come to it.
+    Ahead,
+    /// Reads of so many bytes follow.
+    Scheduled(u64),
+}
+
 /// Bytes of a file that one request brings; none while it is under way.
 #[derive(Debug)]
 struct Segment {
+    /// Its number: another one may come to its place.
+    id: u64,
     len: u64,
     bytes: Option<Arc<dyn BlockBytes>>,
     /// When it was last read, as a count of reads.
     used: u64,
     /// True if it was requested ahead of its readers, until one comes.
     is_ahead: bool,
+    /// True if a reader asked for it, until it comes.
+    is_demanded: bool,
+    /// True once its request is made.
+    is_begun: bool,
     /// When its bytes came, as a count of requests.
     came: u64,
     /// True once somebody has read its end.
@@ -92,6 +109,8 @@ struct State {
     kept: u64,
     scheduled: u64,
     ahead: u64,
+    /// Bytes of those under way that a reader asked for.
+    demanded: u64,
     reads: u64,
     requests: u64,
     /// The longest request.
@@ -118,12 +137,19 @@ pub struct StoreFiles {
     ahead: Mutex<Ahead>,
     /// The process that made requests last: what is under way in its parent never arrives in a forked one.
     process: AtomicU32,
+    has_stopped: AtomicBool,
     count: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// A request to make ahead: a file, its first byte, and one past the last.
-type Wanted = (u32, u64, u64);
+/// A request to make ahead, for a segment.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    file: u32,
+    at: u64,
+    hi: u64,
+    id: u64,
+}
 
 /// Threads that make requests ahead.
 #[derive(Debug, Default)]
@@ -162,6 +188,7 @@ impl StoreFiles {
             arrived: Condvar::new(),
             ahead: Mutex::default(),
             process: AtomicU32::new(std::process::id()),
+            has_stopped: AtomicBool::new(false),
             count,
             bytes,
         })
@@ -176,8 +203,9 @@ impl StoreFiles {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the threads that make requests ahead; reads go on without them.
+    /// Ends the threads that make requests ahead, and leaves out what they have not begun; reads go on without them.
     pub fn stop(&self) {
+        self.has_stopped.store(true, Ordering::Relaxed);
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
         let Ahead::Begun { wanted, threads } = std::mem::replace(&mut *ahead, Ahead::Stopped) else { return };
         drop((ahead, wanted));
@@ -202,6 +230,7 @@ impl StoreFiles {
         }
         let mut state = self.lock();
         state.retain(|segment| segment.bytes.is_some());
+        state.unschedule();
         drop(state);
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::forget(std::mem::take(&mut *ahead));
@@ -260,11 +289,11 @@ impl StoreFiles {
             }
         }
         let hi = state.choose_end(file, at, end, size, self.room);
-        state.expect(file, at, hi, false);
+        let one = state.expect(file, at, hi, Why::Demanded);
         let wanted = state.choose_ahead(file, hi, size, self.room);
         drop(state);
         self.request_ahead(wanted);
-        let bytes = self.request(file, at, hi, hi > end || hi - at < LEAST)?;
+        let bytes = self.request(one, hi > end || hi - at < LEAST)?;
         Ok((at, bytes))
     }
 
@@ -283,16 +312,22 @@ impl StoreFiles {
         self.leave_parent();
         reads.sort_unstable();
         let size = self.files[file as usize].size;
-        let mut state = self.lock();
+        let (mut state, room) = (self.lock(), self.schedule_room());
+        let mut bytes = 0;
         let covered = loop {
             let readers = readers();
-            let covered = state.cover(file, &reads, size);
-            let bytes: u64 = covered.iter().map(|(lo, hi, _)| hi - lo).sum();
-            if readers == Readers::Stopped || bytes > self.room {
+            if readers == Readers::Stopped {
                 return;
             }
-            if state.scheduled + bytes <= self.room {
-                break covered;
+            if state.scheduled + bytes <= room {
+                let covered = state.cover(file, &reads, size);
+                bytes = covered.iter().map(|(lo, hi, _)| hi - lo).sum();
+                if bytes > room {
+                    return;
+                }
+                if state.scheduled + bytes <= room {
+                    break covered;
+                }
             }
             if readers == Readers::Idle {
                 // They have read other bytes than were listed.
@@ -300,22 +335,36 @@ impl StoreFiles {
             }
             state = self.arrived.wait_timeout(state, WAIT).unwrap_or_else(PoisonError::into_inner).0;
         };
-        for &(lo, hi, due) in &covered {
-            state.expect(file, lo, hi, false);
-            state.scheduled += hi - lo;
-            if let Some(segment) = state.segments.get_mut(&(file, lo)) {
-                segment.due = Some(due);
-            }
-        }
+        state.add_due(file, &reads);
+        let expect = |(lo, hi, due)| state.expect(file, lo, hi, Why::Scheduled(due));
+        let wanted = covered.into_iter().map(expect).collect();
         state.make_room(self.room);
         drop(state);
-        self.request_ahead(covered.into_iter().map(|(lo, hi, _)| (file, lo, hi)).collect());
+        self.request_ahead(wanted);
+    }
+
+    /// Bytes of the room that scheduled reads may take: the rest is for others.
+    fn schedule_room(&self) -> u64 {
+        self.room / 4 * 3
+    }
+
+    /// Leaves what is scheduled to those who come across it, and requests no more of it.
+    fn end_schedule(&self) {
+        let mut state = self.lock();
+        if state.scheduled > 0 {
+            state.retain(|segment| segment.due.is_none() || segment.is_begun);
+            state.unschedule();
+            state.make_room(self.room);
+        }
+        drop(state);
+        self.arrived.notify_all();
     }
 
     /// Requests the bytes of a segment that is under way, and hands them to those who wait for them.
-    fn request(&self, file: u32, at: u64, hi: u64, keep: bool) -> Result<Arc<dyn BlockBytes>> {
+    fn request(&self, one: Wanted, keep: bool) -> Result<Arc<dyn BlockBytes>> {
+        let Wanted { file, at, hi, id } = one;
         // Other readers wait for its end, even if this thread panics.
-        let waiting = Waiting { store: self, key: (file, at) };
+        let waiting = Waiting { store: self, key: (file, at), id };
         self.count.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(hi - at, Ordering::Relaxed);
         let bytes: Arc<dyn BlockBytes> = self.requests.request(file, at, (hi - at) as usize)?.into();
@@ -328,6 +377,22 @@ impl StoreFiles {
         }
         waiting.arrive(Arc::clone(&bytes), keep);
         Ok(bytes)
+    }
+
+    /// True if a request is still to be made: not where nobody wants its segment any more, or requests have ended.
+    fn begin(&self, one: Wanted) -> bool {
+        let mut state = self.lock();
+        let key = (one.file, one.at);
+        match state.segments.get_mut(&key).filter(|segment| segment.id == one.id) {
+            Some(segment) if !self.has_stopped.load(Ordering::Relaxed) => segment.is_begun = true,
+            Some(_) => {
+                drop(state);
+                drop(Waiting { store: self, key, id: one.id });
+                return false;
+            }
+            None => return false,
+        }
+        true
     }
 
     /// Keeps the error of a request that was made ahead, if it is one about the content of a file.
@@ -352,7 +417,7 @@ impl StoreFiles {
                 Ahead::NotYet | Ahead::Stopped => false,
             };
             if !is_sent {
-                drop(Waiting { store: self, key: (one.0, one.1) });
+                drop(Waiting { store: self, key: (one.file, one.at), id: one.id });
             }
         }
     }
@@ -385,10 +450,13 @@ impl Ahead {
 fn work_ahead(store: &Weak<StoreFiles>, receiver: &Mutex<Receiver<Wanted>>) {
     loop {
         let wanted = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok((file, at, hi)) = wanted else { return };
+        let Ok(one) = wanted else { return };
         let Some(store) = store.upgrade() else { return };
-        if let Err(error) = store.request(file, at, hi, true) {
-            store.note(file, error);
+        if !store.begin(one) {
+            continue;
+        }
+        if let Err(error) = store.request(one, true) {
+            store.note(one.file, error);
         }
     }
 }
@@ -397,6 +465,7 @@ fn work_ahead(store: &Weak<StoreFiles>, receiver: &Mutex<Receiver<Wanted>>) {
 struct Waiting<'a> {
     store: &'a StoreFiles,
     key: (u32, u64),
+    id: u64,
 }
 
 impl Waiting<'_> {
@@ -404,11 +473,14 @@ impl Waiting<'_> {
     fn arrive(self, bytes: Arc<dyn BlockBytes>, keep: bool) {
         let mut state = self.store.lock();
         let (now, requests) = (state.reads, state.requests);
-        if let Some(segment) = state.segments.get_mut(&self.key).filter(|_| keep) {
+        if let Some(segment) =
+            state.segments.get_mut(&self.key).filter(|segment| keep && segment.id == self.id)
+        {
             let len = segment.len;
             (segment.bytes, segment.used, segment.came) = (Some(bytes), now, requests);
-            let is_due = segment.due.is_some();
+            let (is_due, was_demanded) = (segment.due.is_some(), std::mem::take(&mut segment.is_demanded));
             state.kept += if is_due { 0 } else { len };
+            state.demanded -= if was_demanded { len } else { 0 };
             state.make_room(self.store.room);
         }
     }
@@ -417,7 +489,8 @@ impl Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut state = self.store.lock();
-        if state.segments.get(&self.key).is_some_and(|segment| segment.bytes.is_none()) {
+        let own = state.segments.get(&self.key).filter(|segment| segment.id == self.id);
+        if own.is_some_and(|segment| segment.bytes.is_none()) {
             state.remove(self.key);
         }
         drop(state);
@@ -426,14 +499,33 @@ impl Drop for Waiting<'_> {
 }
 
 impl State {
-    /// Adds a segment whose bytes are under way.
-    fn expect(&mut self, file: u32, at: u64, hi: u64, is_ahead: bool) {
+    /// Adds a segment whose bytes are under way; returns the request to make.
+    fn expect(&mut self, file: u32, at: u64, hi: u64, why: Why) -> Wanted {
         let len = hi - at;
         self.requests += 1;
+        let id = self.requests;
+        let (is_ahead, is_demanded) = (why == Why::Ahead, why == Why::Demanded);
+        let due = match why {
+            Why::Scheduled(due) => Some(due),
+            _ => None,
+        };
         self.ahead += if is_ahead { len } else { 0 };
-        let segment =
-            Segment { len, bytes: None, used: u64::MAX, is_ahead, came: u64::MAX, is_read: false, due: None };
+        self.demanded += if is_demanded { len } else { 0 };
+        self.scheduled += if due.is_some() { len } else { 0 };
+        let segment = Segment {
+            id,
+            len,
+            bytes: None,
+            used: u64::MAX,
+            is_ahead,
+            is_demanded,
+            is_begun: is_demanded,
+            came: u64::MAX,
+            is_read: false,
+            due,
+        };
         self.segments.insert((file, at), segment);
+        Wanted { file, at, hi, id }
     }
 
     /// The segments with which scheduled reads of a file, sorted, are covered: each with the bytes that are read from it.
@@ -442,7 +534,7 @@ impl State {
         let mut joined: Vec<(u64, u64)> = Vec::new();
         for &(lo, hi) in reads {
             match joined.last_mut() {
-                Some(last) if lo <= last.1 + LEAST && hi.max(last.1) - last.0 <= self.most => {
+                Some(last) if lo <= last.1 + GAP && hi.max(last.1) - last.0 <= self.most => {
                     last.1 = last.1.max(hi);
                 }
                 Some(last) if hi <= last.1 => {}
@@ -478,13 +570,21 @@ impl State {
         found
     }
 
-    /// Leaves what is scheduled and here to those who come across it.
+    /// Adds reads of a file to what is scheduled of it already.
+    fn add_due(&mut self, file: u32, reads: &[(u64, u64)]) {
+        for (key, segment) in self.segments.range_mut((file, 0)..=(file, u64::MAX)) {
+            if let Some(due) = &mut segment.due {
+                *due += count_read(reads, key.1, key.1 + segment.len);
+            }
+        }
+    }
+
+    /// Leaves what is scheduled to those who come across it.
     fn unschedule(&mut self) {
-        let all = self.segments.values_mut().filter(|segment| segment.bytes.is_some());
-        for segment in all.filter(|segment| segment.due.is_some()) {
+        for segment in self.segments.values_mut().filter(|segment| segment.due.is_some()) {
             segment.due = None;
             self.scheduled -= segment.len;
-            self.kept += segment.len;
+            self.kept += if segment.bytes.is_some() { segment.len } else { 0 };
         }
     }
 
@@ -496,6 +596,7 @@ impl State {
             _ => {}
         }
         self.ahead -= if segment.is_ahead { segment.len } else { 0 };
+        self.demanded -= if segment.is_demanded { segment.len } else { 0 };
         Some(segment)
     }
 
@@ -532,7 +633,9 @@ impl State {
         let known = streams.iter().position(|s| s.end <= at && at - s.end <= gap(s));
         let step = known.map_or(LEAST, |i| (streams.remove(i).step * 2).min(most));
         let until = if is_long { end } else { end.max(at + step) };
-        let hi = until.min(at + most).min(next).min(size);
+        // All requests of readers together take half of the room, or little each.
+        let left = (room / 2).saturating_sub(self.demanded).max(LEAST);
+        let hi = until.min(at + most.min(left)).min(next).min(size);
         if streams.len() == STREAMS {
             streams.remove(0);
         }
@@ -561,8 +664,7 @@ impl State {
             if hi <= next || !self.has_room_ahead(hi - next, room) {
                 break;
             }
-            self.expect(file, next, hi, true);
-            wanted.push((file, next, hi));
+            wanted.push(self.expect(file, next, hi, Why::Ahead));
             next = hi;
         }
         if let Some(stream) = self.streams.get_mut(&file).and_then(|streams| streams.get_mut(at)) {
@@ -580,7 +682,10 @@ impl State {
                 Some(last) if lo >= last.0 && lo <= last.1 + GAP && hi - last.0 <= self.most => {
                     last.1 = last.1.max(hi)
                 }
-                _ => joined.push((lo, hi)),
+                _ => {
+                    let starts = (lo..hi.min(size)).step_by(self.most as usize);
+                    joined.extend(starts.map(|at| (at, hi.min(at + self.most))));
+                }
             }
         }
         let mut wanted = Vec::new();
@@ -593,8 +698,7 @@ impl State {
             if at >= hi || !self.has_room_ahead(hi - at, room) {
                 continue;
             }
-            self.expect(file, at, hi, true);
-            wanted.push((file, at, hi));
+            wanted.push(self.expect(file, at, hi, Why::Ahead));
         }
         wanted
     }
@@ -647,11 +751,15 @@ impl Ranges for StoreFile {
     }
 
     fn schedule_room(&self) -> Option<u64> {
-        Some(self.store.room)
+        Some(self.store.schedule_room())
     }
 
     fn schedule(&self, reads: Vec<(u64, u64)>, readers: &dyn Fn() -> Readers) {
         self.store.schedule(self.number, reads, readers);
+    }
+
+    fn end_schedule(&self) {
+        self.store.end_schedule();
     }
 }
 

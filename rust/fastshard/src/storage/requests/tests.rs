@@ -155,6 +155,65 @@ fn scheduled_reads_that_do_not_come_hold_nobody_up() {
     assert!(bytes == content);
 }
 
+/// Reads of 4 KiB that are too far apart for one request.
+fn distant(count: u64) -> Vec<(u64, u64)> {
+    (0..count).map(|i| i * (128 << 10)).map(|at| (at, at + 4096)).collect()
+}
+
+#[test]
+fn what_is_scheduled_and_not_begun_is_not_requested_after_the_end() {
+    #[derive(Debug)]
+    struct Slow(Arc<AtomicU64>);
+    impl Requests for Slow {
+        fn request(&self, _: u32, _: u64, len: usize) -> Result<Box<dyn BlockBytes>> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(50));
+            Ok(Box::new(vec![0; len]))
+        }
+    }
+    for is_stopped in [false, true] {
+        let made = Arc::new(AtomicU64::new(0));
+        let listed = Listed { path: "a".into(), size: 64 << 20, mtime_ns: 5 };
+        let requests = Box::new(Slow(Arc::clone(&made)));
+        let files = StoreFiles::new("/r".into(), "s3://x".into(), vec![listed], 8 << 20, requests);
+        files.schedule(0, distant(500), &|| Readers::Busy);
+        if !is_stopped {
+            files.end_schedule();
+        }
+        files.stop();
+        // Those that each thread has begun.
+        assert!(made.load(Ordering::Relaxed) <= 2 * AHEAD as u64, "{made:?}");
+    }
+}
+
+#[test]
+fn what_nobody_reads_leaves_room_after_the_end() {
+    let (file, content, asked) = store(8 << 20, 2 << 20, false);
+    for lo in [0, 1 << 20, 2 << 20, 3 << 20] {
+        // Waits for ever if the one before it keeps the room.
+        file.schedule(vec![(lo, lo + (1 << 20))], &|| Readers::Busy);
+        file.end_schedule();
+    }
+    let mut bytes = vec![0; 4096];
+    file.read(7 << 20, &mut bytes).unwrap();
+    assert!(bytes == content[7 << 20..(7 << 20) + 4096]);
+    assert!(asked.lock().unwrap().len() <= 2 * 4 * 2 + 1);
+}
+
+#[test]
+fn what_two_groups_read_is_requested_once() {
+    let (file, content, asked) = store(8 << 20, 8 << 20, false);
+    let range = (1 << 20, (1 << 20) + 4096);
+    file.schedule(vec![range], &|| Readers::Busy);
+    file.schedule(vec![range], &|| Readers::Busy);
+    for _ in 0..2 {
+        let mut bytes = vec![0; 4096];
+        file.read(range.0, &mut bytes).unwrap();
+        assert!(bytes == content[range.0 as usize..range.1 as usize]);
+    }
+    assert_eq!(asked.lock().unwrap().len(), 1);
+}
+
 #[test]
 fn a_failed_request_is_made_again_by_the_next_reader() {
     // In little room the next request would be made ahead, and be the one that fails.
