@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import pytest
 from fastshard.common import codes
 from fastshard.common.errors import FastshardError
-from fastshard.stores.store import Store, StoredFile, read_bytes
+from fastshard.stores.store import Store, StoredFile, read_range
 
 _RANDOM = random.Random(20261129)
 #: Names that are legal in a file system and often go wrong in addresses.
@@ -67,11 +67,11 @@ class StorePromises:
         children = [file for file in listed if "/" not in file.path and file.size]
         assert [file for file in made.store.list_children() if file.size] == children != []
         file = self.file_of(made, "config.json")
-        assert read_bytes(made.store, file, 0, file.size) == FILES["config.json"]
+        assert read_range(made.store, file, 0, file.size) == FILES["config.json"]
 
     def test_every_file_reads_as_it_was_written(self, made: Fixture) -> None:
         for file in made.store.list_files():
-            assert read_bytes(made.store, file, 0, file.size) == FILES[file.path], file.path
+            assert read_range(made.store, file, 0, file.size) == FILES[file.path], file.path
 
     @pytest.mark.parametrize(
         ("offset", "length"),
@@ -79,7 +79,7 @@ class StorePromises:
     )
     def test_a_range_is_exact_at_its_edges(self, made: Fixture, offset: int, length: int) -> None:
         path = "model-00001-of-00002.safetensors"
-        data = read_bytes(made.store, self.file_of(made, path), offset, length)
+        data = read_range(made.store, self.file_of(made, path), offset, length)
         assert bytes(data) == FILES[path][offset : offset + length]
         assert len(memoryview(data)) == length
 
@@ -87,16 +87,16 @@ class StorePromises:
     def test_a_range_outside_of_the_file_is_refused(self, made: Fixture, offset: int, length: int) -> None:
         file = self.file_of(made, "model-00001-of-00002.safetensors")
         with pytest.raises(ValueError, match="bytes"):
-            read_bytes(made.store, file, offset, length)
+            read_range(made.store, file, offset, length)
 
     @pytest.mark.parametrize("size", [300_001, 300_000, 10, 0, 400_000], ids="{} bytes".format)
     def test_a_replaced_file_is_refused(self, made: Fixture, size: int) -> None:
         path = "model-00001-of-00002.safetensors"
         file = self.file_of(made, path)
-        assert read_bytes(made.store, file, 0, 10) == FILES[path][:10]
+        assert read_range(made.store, file, 0, 10) == FILES[path][:10]
         made.put(path, random.Random(size).randbytes(size))
         with pytest.raises(FastshardError) as caught:
-            read_bytes(made.store, file, 100_000, 100)
+            read_range(made.store, file, 100_000, 100)
         assert caught.value.code == codes.SOURCE_CHANGED
         assert path in str(caught.value)
 
@@ -104,7 +104,7 @@ class StorePromises:
         file = self.file_of(made, "zarr/0.0")
         made.remove("zarr/0.0")
         with pytest.raises(FastshardError) as caught:
-            read_bytes(made.store, file, 0, 1)
+            read_range(made.store, file, 0, 1)
         assert caught.value.code == codes.SOURCE_CHANGED
 
     def test_several_threads_read_at_once(self, made: Fixture) -> None:
@@ -113,7 +113,7 @@ class StorePromises:
         content = FILES[path]
         ranges = [(at, min(4_321, len(content) - at)) for at in range(0, len(content), 4_321)]
         with ThreadPoolExecutor(8) as pool:
-            read = pool.map(lambda part: read_bytes(made.store, file, *part), ranges)
+            read = pool.map(lambda part: read_range(made.store, file, *part), ranges)
             assert b"".join(read) == content
 
     def test_a_missing_root_is_refused(self, made: Fixture) -> None:

@@ -18,7 +18,7 @@ import pytest
 from fastshard import FastshardError
 from fastshard.stores import hub_requests
 from fastshard.stores.hub import HubRepository
-from fastshard.stores.store import StoredFile, read_bytes
+from fastshard.stores.store import StoredFile, read_range
 from holding import HANG
 
 pytest.importorskip("huggingface_hub")
@@ -94,7 +94,7 @@ def listed(store: HubRepository) -> dict[str, StoredFile]:
 def read(
     store: HubRepository, path: str = "model.safetensors", offset: int = 1000, length: int = 5000
 ) -> bytes:
-    return read_bytes(store, listed(store)[path], offset, length)
+    return read_range(store, listed(store)[path], offset, length)
 
 
 def refused(code: str, call: Any, *args: Any, **options: Any) -> FastshardError:
@@ -231,7 +231,7 @@ def test_a_file_is_listed_alone(hub: HubServer, path: str) -> None:
     assert read(store, name, 1, 3) == FILES[path][1:4]
     del hub.repos[NAME].commits[store.revision]
     file = StoredFile(name, 9, f"{store.revision}/0")
-    assert refused("FS506", read_bytes, store, file, 0, 1).path == store.address
+    assert refused("FS506", read_range, store, file, 0, 1).path == store.address
 
 
 @pytest.mark.parametrize(
@@ -312,18 +312,18 @@ def test_a_range_outside_of_the_file_is_a_mistake_of_the_caller(
 def test_a_file_of_another_commit_is_refused(hub: HubServer) -> None:
     file = listed(opened())["config.json"]
     hub.repos[NAME].commit({"config.json": CONFIG[::-1]})
-    assert "another commit" in str(refused("FS506", read_bytes, opened(), file, 0, 4))
+    assert "another commit" in str(refused("FS506", read_range, opened(), file, 0, 4))
 
 
 def test_a_signed_address_is_kept_and_renewed(hub: HubServer) -> None:
     store = opened()
     file = listed(store)["model.safetensors"]
     for start in range(0, 5000, 1000):
-        assert read_bytes(store, file, start, 1000) == WEIGHTS[start : start + 1000]
+        assert read_range(store, file, start, 1000) == WEIGHTS[start : start + 1000]
     assert (len(hub.at("resolve")), len(hub.at("cdn"))) == (1, 5)
     hub.expire()
-    assert read_bytes(store, file, 7, 10) == WEIGHTS[7:17]
-    assert read_bytes(store, file, 8, 10) == WEIGHTS[8:18]
+    assert read_range(store, file, 7, 10) == WEIGHTS[7:17]
+    assert read_range(store, file, 8, 10) == WEIGHTS[8:18]
     assert (len(hub.at("resolve")), len(hub.at("cdn"))) == (2, 8)
 
 
@@ -347,7 +347,7 @@ def test_connections_are_used_again(hub: HubServer) -> None:
         store = opened()
         file = listed(store)["model.safetensors"]
         for start in range(5):
-            read_bytes(store, file, start, 1000)
+            read_range(store, file, start, 1000)
             hub.expire()
         assert (len(hub.at("resolve")), len(hub.at("cdn")), hub.connections) == (5, 9, 2)
     finally:
@@ -361,7 +361,7 @@ def test_threads_read_in_parallel(hub: HubServer) -> None:
     starts = range(0, len(WEIGHTS), 50_000)
     with ThreadPoolExecutor(8) as pool:
         parts = pool.map(
-            lambda at: read_bytes(store, file, at, min(50_000, file.size - at)), starts, timeout=HANG
+            lambda at: read_range(store, file, at, min(50_000, file.size - at)), starts, timeout=HANG
         )
         assert b"".join(parts) == WEIGHTS
 
@@ -377,7 +377,7 @@ def test_files_of_the_cache_are_read_from_there(hub: HubServer) -> None:
     store = opened()
     file = listed(store)["model.safetensors"]
     hub.seen.clear()
-    assert read_bytes(store, file, 5, 100) == WEIGHTS[5:105]
+    assert read_range(store, file, 5, 100) == WEIGHTS[5:105]
     assert hub.seen == []
     # At another commit the cache has nothing.
     hub.repos[NAME].commit({"model.safetensors": WEIGHTS[:2000]})
@@ -428,7 +428,7 @@ def test_offline_nothing_is_asked(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     file = listed(store)["config.json"]
     hub.seen.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for call in (opened, store.list_files, lambda: read_bytes(store, file, 0, 5)):
+    for call in (opened, store.list_files, lambda: read_range(store, file, 0, 5)):
         assert "HF_HUB_OFFLINE" in str(refused("FS507", call))
     assert hub.seen == []
 
@@ -501,13 +501,13 @@ def test_a_server_that_is_silent_does_not_hang_the_read(
     monkeypatch.setattr(hub_requests, "_SILENCE", 0.1)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0)
     hub.fail("resolve", *[Fault("silent")] * 1000)
-    assert "is silent" in str(refused("FS507", read_bytes, store, file, 0, 5))
+    assert "is silent" in str(refused("FS507", read_range, store, file, 0, 5))
 
 
 def test_data_that_comes_too_slowly_does_not_hang_the_read(hub: HubServer) -> None:
     store = opened(time=Time(step=31.0))
     file = StoredFile("model.safetensors", len(WEIGHTS), f"{store.revision}/{blob_id(WEIGHTS)}")
-    assert "too slowly" in str(refused("FS507", read_bytes, store, file, 0, len(WEIGHTS)))
+    assert "too slowly" in str(refused("FS507", read_range, store, file, 0, len(WEIGHTS)))
 
 
 def test_an_endpoint_that_cannot_be_reached_is_named(hub: HubServer) -> None:
@@ -528,7 +528,7 @@ def test_an_endpoint_that_goes_away_is_waited_for(hub: HubServer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         store._hub._endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert "cannot be reached" in str(refused("FS507", read_bytes, store, file, 0, 5))
+        assert "cannot be reached" in str(refused("FS507", read_range, store, file, 0, 5))
     assert len(time.waits) > 5 and 40 < time.passed <= 61
 
 
@@ -574,7 +574,7 @@ def test_an_endpoint_with_encryption_does_not_lead_out_of_it(hub: HubServer) -> 
     file = listed(store)["model.safetensors"]
     # As if what answers here were an endpoint with encryption.
     store._hub._is_encrypted = True
-    assert "without encryption" in str(refused("FS507", read_bytes, store, file, 0, 5))
+    assert "without encryption" in str(refused("FS507", read_range, store, file, 0, 5))
     assert hub.at("cdn") == []
 
 
@@ -605,7 +605,7 @@ def test_what_is_stated_beside_the_data_is_checked(
         store = opened()
         file = listed(store)["model.safetensors"]
         hub.repos[NAME].commit({"model.safetensors": WEIGHTS[::-1]})
-        refused(code, read_bytes, store, file, 0, 10)
+        refused(code, read_range, store, file, 0, 10)
     else:
         refused(code, read, opened())
     assert hub.at("cdn") == []
@@ -671,14 +671,14 @@ def test_a_commit_that_vanished_is_a_changed_source(hub: HubServer) -> None:
     file = listed(store)["config.json"]
     del hub.repos[NAME].commits[store.revision]
     refused("FS506", store.list_files)
-    assert "commit vanished" in str(refused("FS506", read_bytes, store, file, 0, 4))
+    assert "commit vanished" in str(refused("FS506", read_range, store, file, 0, 4))
 
 
 def test_a_file_that_vanished_is_a_changed_source(hub: HubServer) -> None:
     store = opened()
     file = listed(store)["config.json"]
     del hub.repos[NAME].commits[store.revision]["config.json"]
-    assert refused("FS506", read_bytes, store, file, 0, 4).path == f"hf://{NAME}/config.json"
+    assert refused("FS506", read_range, store, file, 0, 4).path == f"hf://{NAME}/config.json"
 
 
 # --- secrets
@@ -697,7 +697,7 @@ def test_no_token_and_no_signature_is_said_or_logged(
         with caplog.at_level(logging.DEBUG):
             store = opened("hf://org/private", token=TOKEN)
             file = listed(store)["model.safetensors"]
-            read_bytes(store, file, 0, 10)
+            read_range(store, file, 0, 10)
             said = [repr(store), str(vars(store)), str(file)]
             for fault in (
                 *[Fault(status=status) for status in (400, 403, 404, 416, 418)],
@@ -709,11 +709,11 @@ def test_no_token_and_no_signature_is_said_or_logged(
                     hub.fail(place, fault)
                     path = "config.json" if place == "resolve" else "model.safetensors"
                     with pytest.raises(FastshardError) as caught:
-                        read_bytes(store, listed(store)[path], 2, 10)
+                        read_range(store, listed(store)[path], 2, 10)
                     said += _all_of(caught.value)
             hub.fail("cdn", *[Fault("reset")] * 200)
             said += _all_of(
-                refused("FS507", read_bytes, opened("hf://org/private", token=TOKEN), file, 2, 10)
+                refused("FS507", read_range, opened("hf://org/private", token=TOKEN), file, 2, 10)
             )
             said += _all_of(refused("FS502", opened, token=f"{TOKEN}\n{TOKEN}"))
     finally:

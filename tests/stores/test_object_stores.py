@@ -26,7 +26,7 @@ pytest.importorskip("obstore")
 
 from fastshard.stores import objects
 from fastshard.stores.objects import ObjectStore
-from fastshard.stores.store import StoredFile, read_bytes
+from fastshard.stores.store import StoredFile, read_range
 
 #: In every request's headers or addresses, and in no message.
 SESSION_TOKEN = "SESSION-MARKER-0123456789"
@@ -186,7 +186,7 @@ class TestRclone(StorePromises):
 def test_rclone_by_itself_is_refused(rclone: S3Server) -> None:
     made = made_of(rclone)
     file = made.store.list_files()[0]
-    fails(lambda: read_bytes(made.store, file, 0, 1), codes.IO, "status 200")
+    fails(lambda: read_range(made.store, file, 0, 1), codes.IO, "status 200")
 
 
 class TestGcs(StorePromises):
@@ -322,7 +322,7 @@ def test_a_file_is_read_by_its_own_address(moto: S3Server, bucket: str) -> None:
     store = ObjectStore(f"s3://{bucket}/run/a.bin", moto.options, deadline=HANG)
     (file,) = store.list_files()
     assert (file.path, file.size) == ("a.bin", len(DATA))
-    assert read_bytes(store, file, 5, 100) == DATA[5:105]
+    assert read_range(store, file, 5, 100) == DATA[5:105]
 
 
 @pytest.mark.parametrize("address", ["run", "run/a.bin", "", "run/"])
@@ -330,7 +330,7 @@ def test_what_another_process_listed_is_read(moto: S3Server, bucket: str, addres
     """A file, a folder, a bucket: without a list of its own, too."""
     listed = ObjectStore(f"s3://{bucket}/{address}", moto.options, deadline=HANG).list_files()[0]
     store = ObjectStore(f"s3://{bucket}/{address}", moto.options, deadline=HANG)
-    assert read_bytes(store, listed, 5, 100) == DATA[5:105]
+    assert read_range(store, listed, 5, 100) == DATA[5:105]
 
 
 def test_a_folder_with_a_file_of_its_own_name_is_read(moto: S3Server) -> None:
@@ -338,7 +338,7 @@ def test_a_folder_with_a_file_of_its_own_name_is_read(moto: S3Server) -> None:
     listed = ObjectStore(f"s3://{name}/run", moto.options, deadline=HANG).list_files()[0]
     assert listed.path == "run"
     store = ObjectStore(f"s3://{name}/run", moto.options, deadline=HANG)
-    assert read_bytes(store, listed, 5, 100) == DATA[5:105]
+    assert read_range(store, listed, 5, 100) == DATA[5:105]
 
 
 def test_an_address_of_a_file_and_of_a_folder_is_refused(moto: S3Server) -> None:
@@ -369,7 +369,7 @@ def test_markers_of_folders_are_no_files(moto: S3Server) -> None:
         ("two", 3),
         ("x", 1),
     ]
-    assert read_bytes(store, listed[2], 0, 3) == b"two"
+    assert read_range(store, listed[2], 0, 3) == b"two"
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_a_fault_that_passes_is_not_seen(
 ) -> None:
     store, file = spoiled(moto, proxy, bucket)
     proxy.inject(fault, times)
-    assert read_bytes(store, file, 1000, 150_000) == DATA[1000:151_000]
+    assert read_range(store, file, 1000, 150_000) == DATA[1000:151_000]
     assert len(proxy.requests) == times + 1
     assert all(request.headers["if-match"] == file.identity for request in proxy.requests)
 
@@ -481,7 +481,7 @@ def test_large_ranges_are_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(objects, "PIECE", 30_000)
     store, file = spoiled(moto, proxy, bucket)
-    assert read_bytes(store, file, 10, 100_000) == DATA[10:100_010]
+    assert read_range(store, file, 10, 100_000) == DATA[10:100_010]
     assert [request.headers["range"] for request in proxy.requests] == [
         "bytes=10-30009",
         "bytes=30010-60009",
@@ -507,7 +507,7 @@ def test_a_file_replaced_between_two_requests_is_no_mixture(
 
     proxy.inject(fault, when=replace_before_the_second)
     fails(
-        lambda: read_bytes(store, file, 0, 100_000),
+        lambda: read_range(store, file, 0, 100_000),
         codes.SOURCE_CHANGED,
         "no longer",
         at=f"s3://{bucket}/run/a.bin",
@@ -520,9 +520,9 @@ def test_a_server_that_ignores_conditions_serves_no_replaced_file(
 ) -> None:
     store, file = spoiled(moto, proxy, bucket)
     proxy.inject(Fault.CONDITION_IGNORED)
-    assert read_bytes(store, file, 0, 100) == DATA[:100]
+    assert read_range(store, file, 0, 100) == DATA[:100]
     moto.client().put_object(Bucket=bucket, Key="run/a.bin", Body=bytes(len(DATA)))
-    fails(lambda: read_bytes(store, file, 0, 100), codes.SOURCE_CHANGED, "no longer")
+    fails(lambda: read_range(store, file, 0, 100), codes.SOURCE_CHANGED, "no longer")
 
 
 # --- faults that stay
@@ -554,7 +554,7 @@ def test_a_fault_that_stays_is_one_finding(
     options |= {} if fault in LATE else PATIENT
     store = ObjectStore(f"s3://{bucket}/run/", options, deadline=SOON)
     proxy.inject(fault)
-    fails(lambda: read_bytes(store, file, 0, 100_000), code, word, at=f"s3://{bucket}/run/a.bin")
+    fails(lambda: read_range(store, file, 0, 100_000), code, word, at=f"s3://{bucket}/run/a.bin")
 
 
 @pytest.mark.parametrize(
@@ -621,7 +621,7 @@ def test_nothing_is_logged(
     caplog.set_level(0)
     store, file = spoiled(moto, proxy, bucket)
     proxy.inject(Fault.STATUS_403)
-    fails(lambda: read_bytes(store, file, 0, 10), codes.PERMISSION)
+    fails(lambda: read_range(store, file, 0, 10), codes.PERMISSION)
     written = capfd.readouterr()
     assert not any(secret in written.out + written.err + caplog.text for secret in SECRETS)
     assert not any(secret in repr(store) for secret in SECRETS)
@@ -637,7 +637,7 @@ def test_a_redirect_to_another_host_brings_it_no_signature(
     store, file = spoiled(moto, proxy, bucket)
     with Recorder() as other:
         proxy.inject(Fault.REDIRECT_HOST, to=other.url)
-        fails(lambda: read_bytes(store, file, 0, 100), codes.IO)
+        fails(lambda: read_range(store, file, 0, 100), codes.IO)
         assert other.requests
         for request in other.requests:
             assert "authorization" not in request.headers
@@ -653,7 +653,7 @@ def test_a_redirect_brings_another_host_no_bearer_token() -> None:
         store = ObjectStore("gs://bkt/run", server.options | {"base_url": proxy.url}, deadline=HANG)
         (file,) = store.list_files()
         proxy.inject(Fault.REDIRECT_HOST, to=other.url)
-        fails(lambda: read_bytes(store, file, 0, 100), codes.IO)
+        fails(lambda: read_range(store, file, 0, 100), codes.IO)
         assert other.requests
         assert not any(BEARER in repr(request) for request in other.requests)
 
@@ -664,7 +664,7 @@ def test_data_of_another_host_is_not_taken(moto: S3Server, proxy: FaultProxy, bu
     make_public(moto, other)
     store, file = spoiled(moto, proxy, bucket)
     proxy.inject(Fault.REDIRECT_FILE, to=f"{moto.url}/{other}/run/a.bin")
-    fails(lambda: read_bytes(store, file, 0, 100), codes.SOURCE_CHANGED)
+    fails(lambda: read_range(store, file, 0, 100), codes.SOURCE_CHANGED)
 
 
 @pytest.mark.parametrize("target", ["file:///etc/hostname", "gopher://127.0.0.1/x"])
@@ -673,7 +673,7 @@ def test_a_redirect_to_a_file_is_not_followed(
 ) -> None:
     store, file = spoiled(moto, proxy, bucket)
     proxy.inject(Fault.REDIRECT_FILE, to=target)
-    fails(lambda: read_bytes(store, file, 0, 100), codes.IO, "redirects to an address that is not followed")
+    fails(lambda: read_range(store, file, 0, 100), codes.IO, "redirects to an address that is not followed")
     web = ObjectStore(f"{proxy.url}/{bucket}/run/a.bin", deadline=HANG)
     fails(web.list_files, codes.IO, "redirects to an address that is not followed")
 
@@ -689,13 +689,13 @@ def test_a_file_of_a_web_server_is_read(moto: S3Server, bucket: str) -> None:
     (file,) = store.list_files()
     assert (file.path, file.size) == ("a.bin", len(DATA))
     assert file.modified_ns > 0
-    assert read_bytes(store, file, 100, 5000) == DATA[100:5100]
+    assert read_range(store, file, 100, 5000) == DATA[100:5100]
     client.put_object(Bucket=bucket, Key="run/a.bin", Body=bytes(len(DATA)))
     fails(
-        lambda: read_bytes(store, file, 100, 5000), codes.SOURCE_CHANGED, at=f"{moto.url}/{bucket}/run/a.bin"
+        lambda: read_range(store, file, 100, 5000), codes.SOURCE_CHANGED, at=f"{moto.url}/{bucket}/run/a.bin"
     )
     client.delete_object(Bucket=bucket, Key="run/a.bin")
-    fails(lambda: read_bytes(store, file, 100, 5000), codes.SOURCE_CHANGED)
+    fails(lambda: read_range(store, file, 100, 5000), codes.SOURCE_CHANGED)
     fails(store.list_files, codes.NO_SUCH_PATH, at=f"{moto.url}/{bucket}/run/a.bin")
 
 
@@ -710,9 +710,9 @@ def test_a_web_server_without_a_strong_etag_serves_no_replaced_file(
     store = ObjectStore(f"{proxy.url}/{bucket}/run/a.bin", deadline=HANG)
     (file,) = store.list_files()
     assert file.identity.startswith(start)
-    assert read_bytes(store, file, 100, 5000) == DATA[100:5100]
+    assert read_range(store, file, 100, 5000) == DATA[100:5100]
     moto.client().put_object(Bucket=bucket, Key="run/a.bin", Body=bytes(300_000), ACL="public-read")
-    fails(lambda: read_bytes(store, file, 100, 5000), codes.SOURCE_CHANGED, at=store.address)
+    fails(lambda: read_range(store, file, 100, 5000), codes.SOURCE_CHANGED, at=store.address)
 
 
 def test_a_file_without_any_mark_of_its_content_is_refused(
@@ -758,7 +758,7 @@ def test_a_query_is_not_sent_to_another_host(moto: S3Server, proxy: FaultProxy, 
         store = ObjectStore(f"{proxy.url}/{bucket}/run/a.bin?sig={QUERY}", deadline=HANG)
         fails(store.list_files, codes.UNSUPPORTED, "redirects", "status 307")
         file = StoredFile("a.bin", len(DATA), '"x"')
-        fails(lambda: read_bytes(store, file, 0, 1), codes.UNSUPPORTED, "redirects")
+        fails(lambda: read_range(store, file, 0, 1), codes.UNSUPPORTED, "redirects")
         assert other.requests == []
 
 
@@ -768,7 +768,7 @@ def test_a_redirect_without_a_query_is_followed(moto: S3Server, proxy: FaultProx
     proxy.inject(Fault.REDIRECT_HOST, to=moto.url)
     store = ObjectStore(f"{proxy.url}/{bucket}/run/a.bin", deadline=HANG)
     (file,) = store.list_files()
-    assert read_bytes(store, file, 100, 5000) == DATA[100:5100]
+    assert read_range(store, file, 100, 5000) == DATA[100:5100]
 
 
 def test_is_read_knows_lists() -> None:

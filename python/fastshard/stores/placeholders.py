@@ -29,7 +29,7 @@ from ..common.stored_places import record_place
 from . import registry
 from .claims import CLAIM, MOST_BYTES, OWN_FOLDER, Claim, find_claim, is_own
 from .content_hashes import ContentHash
-from .store import Store, StoredFile, read_bytes
+from .store import Store, StoredFile, read_range
 
 __all__ = [
     "StoredRoot",
@@ -165,7 +165,7 @@ def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFil
     for file in files:
         if file.path == CLAIM or file.path.endswith(f"/{CLAIM}"):
             prefix, about = file.path.removesuffix(CLAIM), f"{store.address}/{file.path}"
-            content = b"" if file.size > MOST_BYTES else read_bytes(store, file, 0, file.size)
+            content = b"" if file.size > MOST_BYTES else read_range(store, file, 0, file.size)
             claim = Claim.parse(content, about)
             if prefix + claim.last not in paths:
                 raise _unfinished(f"{store.address}/{prefix}".rstrip("/"), claim)

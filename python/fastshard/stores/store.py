@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..common.records import dataclass
 
-__all__ = ["NEW", "ConditionFailed", "Mark", "Store", "StoredFile", "WritableStore", "read_bytes"]
+__all__ = ["NEW", "ConditionFailed", "Mark", "Store", "StoredFile", "WritableStore", "read_range"]
 
 #: The store's own mark of an object's content, for a condition.
 Mark = Any
@@ -73,7 +73,7 @@ class Store(Protocol):
         """
 
 
-def read_bytes(store: Store, file: StoredFile, offset: int, length: int) -> bytes:
+def read_range(store: Store, file: StoredFile, offset: int, length: int) -> bytes:
     """Read exactly ``length`` bytes from ``offset`` of a file; see :meth:`Store.read_into`."""
     content = bytearray(length)
     store.read_into(file, offset, memoryview(content))
