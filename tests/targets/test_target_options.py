@@ -18,6 +18,8 @@ from helpers import HF, cli
 OTHER: dict[str, Any] = {
     "tp": 2,
     "pp": 2,
+    "ep": 2,
+    "etp": 2,
     "make_vocab_size_divisible_by": 64,
     "param_scan_axis": 0,
     "fused_qkv": False,

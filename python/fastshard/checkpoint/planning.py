@@ -98,8 +98,12 @@ class _Draft:
         if self.target is None and self.is_kept:
             return {}
         positions = {} if self.target is None else self.core.positions()
+
+        def position(name: str, axis: str) -> int | None:
+            return positions.get(name, {}).get(axis)
+
         return {
-            name: Drafted(dtype, shape, size, whole, cuts, positions.get(name, {}).get("L"))
+            name: Drafted(dtype, shape, size, whole, cuts, position(name, "L"), position(name, "E"))
             for name, dtype, shape, size, whole, cuts in self.core.tensors()
         }
 

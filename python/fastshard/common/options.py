@@ -263,6 +263,15 @@ class Placing(TypedDict, total=False):
 
     tp: Annotated[int, Option("degree", "tensor-parallel degree of the result", 1, metavar="N")]
     pp: Annotated[int, Option("degree", "pipeline-parallel degree of the result", 1, metavar="N")]
+    ep: Annotated[int, Option("degree", "expert-parallel degree of the result", 1, metavar="N")]
+    etp: Annotated[
+        int | None,
+        Option(
+            "degree",
+            "tensor-parallel degree of the tensors of experts (default: that of others)",
+            metavar="N",
+        ),
+    ]
     make_vocab_size_divisible_by: Annotated[
         int | None,
         Option(

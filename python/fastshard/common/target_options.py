@@ -7,9 +7,11 @@ from typing import Any
 from .options import Placing, table
 
 _OF = table(Placing)
-TP, PP, MULTIPLE, SCAN_AXIS = (
+TP, PP, EP, ETP, MULTIPLE, SCAN_AXIS = (
     _OF["tp"],
     _OF["pp"],
+    _OF["ep"],
+    _OF["etp"],
     _OF["make_vocab_size_divisible_by"],
     _OF["param_scan_axis"],
 )

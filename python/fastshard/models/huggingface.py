@@ -237,7 +237,7 @@ class HuggingFace:
             qk_norm=evidence.facts.get("qk_norm", False),
             grouped=evidence.axes.get("r", 1) > 1,
             tied=evidence.facts.get("tied", False),
-            experts=_experts(settings, of),
+            experts=_experts(settings, of, evidence.facts),
             max_positions=whole_number(settings, "max_position_embeddings", 2048),
             kin=kind,
             others=(*some, *several, *strange),
@@ -256,11 +256,12 @@ def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool
     return qkv, out, mlp, last
 
 
-def _experts(config: Mapping[str, Any], of: ModelClass) -> Experts | None:
+def _experts(config: Mapping[str, Any], of: ModelClass, facts: Mapping[str, bool]) -> Experts | None:
     if not of.experts:
         return None
     normalised = not of.having("norm_topk_prob") or bool(config.get("norm_topk_prob"))
-    return Experts(whole_number(config, "num_experts_per_tok", 1), normalised)
+    best = whole_number(config, "num_experts_per_tok", 1)
+    return Experts(best, normalised, shared=facts.get("shared_expert", False))
 
 
 def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:

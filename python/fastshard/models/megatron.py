@@ -11,6 +11,7 @@ from typing import Any
 
 from ..common.config_text import shown
 from ..common.errors import Finding
+from ..common.records import replace
 from ..layouts.declaration import Evidence
 from . import config_fields, unsupported
 from .config_fields import refused
@@ -110,6 +111,7 @@ SETTINGS = frozenset(
     }
 )
 _NONE = (False, False, False, False)
+_ATTENTION_BIASES = (_NONE, (True, False, False, False))
 #: A model as the tables of its layouts have it.
 LLAMA = Says(
     kind="Llama",
@@ -119,8 +121,17 @@ LLAMA = Says(
     fixed=tuple(LLAMA3_SCALING.items()),
     whole_base=True,
     window=True,
-    biases=(_NONE, (True, False, False, False), (True, True, True, True)),
+    biases=(*_ATTENTION_BIASES, (True, True, True, True)),
     qk_norm=(False, True),
+)
+#: A mixture of experts in every layer; experts have no biases.
+MIXTRAL = replace(
+    LLAMA,
+    kind="Mixtral",
+    families=("mixtral", "qwen_moe"),
+    biases=_ATTENTION_BIASES,
+    experts=True,
+    unnormalised=True,
 )
 
 
@@ -235,9 +246,20 @@ class Megatron:
         if model.window is not None:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (model.window - 1, 0)
-        return out, model.list_assumptions(
-            "eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file
-        )
+        written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
+        if model.experts is not None:
+            written.append("experts.best")
+            out |= {
+                "num_experts": axes["E"],
+                "moe_ffn_hidden_size": axes["F"],
+                "moe_layer_freq": 1,
+                "moe_router_topk": model.experts.best,
+                "moe_router_score_function": "softmax",
+                "moe_router_pre_softmax": not model.experts.normalised,
+                "moe_router_enable_expert_bias": False,
+                "moe_shared_expert_intermediate_size": None,
+            }
+        return out, model.list_assumptions(*written, file=file)
 
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
@@ -324,7 +346,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    unsupported.refuse("Megatron-LM", [LLAMA], model)
+    unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL], model)
 
 
 def facts_of(model: Model) -> dict[str, bool]:
@@ -336,7 +358,7 @@ def facts_of(model: Model) -> dict[str, bool]:
         "linear_bias": linear,
         "qk_norm": model.qk_norm,
         "gated": True,
-        "moe": False,
+        "moe": model.experts is not None,
     }
 
 

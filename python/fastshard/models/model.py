@@ -44,6 +44,8 @@ class Experts:
     best: int
     #: The weights of these add up to 1.
     normalised: bool = True
+    #: Further experts that every token goes through.
+    shared: bool = False
 
 
 @dataclass(frozen=True)

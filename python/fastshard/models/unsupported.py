@@ -106,6 +106,9 @@ class Says:
         elif experts is not None and not experts.normalised and not self.unnormalised:
             word = model.word("experts.normalised", "routing of experts")
             yield Lack(word, "weights of the best experts that add up to 1", "weights as they are")
+        if experts is not None and experts.shared and self.experts:
+            word = model.word("experts.shared", "kind of experts")
+            yield Lack(word, "no shared experts", "shared experts")
 
 
 def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import _core
@@ -12,6 +12,7 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.options import MAX_DEGREE, Option
 from ..common.records import dataclass, field
+from ..common.topology import Topology
 from ..layouts import tables
 from ..layouts.declaration import Source
 from ..models.model import Model
@@ -42,13 +43,15 @@ class Drafted:
     cuts: list[tuple[int, str, list[int]]] | None
     #: Its layer, if it is of one.
     layer: int | None = None
+    #: Its expert, if it is of one.
+    expert: int | None = None
 
-    def first(self, rank: int) -> list[int]:
+    def first(self, coords: Mapping[str, int]) -> list[int]:
         """Return the offsets, one for each dimension, at which a rank's shard begins in the full tensor."""
         at = [0] * len(self.shape)
-        for dim, _, parts in self.cuts or ():
+        for dim, by, parts in self.cuts or ():
             assert len(parts) == 1, "several parts are no box"
-            at[dim] = rank * self.shape[dim]
+            at[dim] = coords.get(by, 0) * self.shape[dim]
         return at
 
 
@@ -178,8 +181,7 @@ class TrainerTarget(Target):
 
     source: Source
     name: str
-    tp: int
-    pp: int
+    topology: Topology
     #: Each rank holds a multiple of this many rows of the vocabulary.
     multiple: int
     facts: dict[str, bool]
@@ -193,14 +195,14 @@ class TrainerTarget(Target):
         return Form(
             self.name,
             tables.table(self.layout),
-            degrees={"tp": self.tp},
+            degrees={"tp": self.topology.tp},
             facts=self.facts,
-            pad_multiple=self.multiple * self.tp,
+            pad_multiple=self.multiple * self.topology.tp,
         )
 
     def padded(self, axes: dict[str, int]) -> int:
         """Return the number of rows of the padded vocabulary."""
-        return padded_rows(axes, self.multiple * self.tp)
+        return padded_rows(axes, self.multiple * self.topology.tp)
 
     def iteration(self) -> int:
         """Return the iteration to continue from; 0 for models from another format."""

@@ -3,6 +3,7 @@ load it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .. import _core
@@ -39,17 +40,24 @@ class Records:
     """The records of ``.distcp`` files, and their entries in ``.metadata``."""
 
     folder: str = ""
-    _files: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
+    _files: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = field(default_factory=dict)
     _entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def chunk(
-        self, file: str, rank: int, name: str, of: str, extents: list[int], at: list[int], shape: list[int]
+        self,
+        file: str,
+        coords: Mapping[str, int],
+        name: str,
+        of: str,
+        extents: list[int],
+        at: list[int],
+        shape: list[int],
     ) -> None:
         """Add a chunk.
 
         Args:
             file: the file's name.
-            rank: tensor-parallel rank whose outputs the file contains.
+            coords: the rank whose outputs the file contains, by its ranks on each parallel dimension.
             name: the output.
             of: fully qualified name of the full tensor.
             extents: shape of the full tensor.
@@ -59,16 +67,16 @@ class Records:
         entry = self._entries.setdefault(of, {"name": of, "shape": extents, "chunks": []})
         record = {"key": chunk_name(of, at), "value": tree(TensorOf(name)), "shape": shape}
         entry["chunks"].append((record, at))
-        self._files.setdefault(file, (rank, []))[1].append(record)
+        self._files.setdefault(file, (dict(coords), []))[1].append(record)
 
     def scalar(self, file: str, name: str) -> None:
         """Add a scalar that does not come from a tensor of the source, by the name of the constant."""
-        self.chunk(file, 0, name, name, [], [], [])
+        self.chunk(file, {}, name, name, [], [], [])
 
     def value(self, file: str, key: str, value: Any) -> None:
         """Add a record without tensors."""
         self._entries[key] = {"name": key}
-        self._files.setdefault(file, (0, []))[1].append({"key": key, "value": tree(value)})
+        self._files.setdefault(file, ({}, []))[1].append({"key": key, "value": tree(value)})
 
     def files(self) -> list[_core.PlacedFile]:
         """List the files that the target prescribes, ``.metadata`` last."""
@@ -81,8 +89,8 @@ class Records:
                 entry["chunks"] = [(record["key"], at) for record, at in chunks]
         inside = f"{self.folder}/" if self.folder else ""
         files: list[_core.PlacedFile] = [
-            {"name": inside + name, "coords": {"tp": rank}, "content": {"records": records}}
-            for name, (rank, records) in self._files.items()
+            {"name": inside + name, "coords": coords, "content": {"records": records}}
+            for name, (coords, records) in self._files.items()
         ]
         metadata = {"dcp_metadata": list(self._entries.values())}
         return [*files, {"name": f"{inside}{METADATA}", "content": metadata}]
@@ -194,7 +202,9 @@ class DcpTarget(Target):
         for name, tensor in sorted(bound.tensors.items()):
             for rank in range(self.tp if tensor.cuts else 1):
                 file = f"__{rank}_{filled[rank] // _FILE_BYTES}.distcp"
-                records.chunk(file, rank, name, called[name], tensor.whole, tensor.first(rank), tensor.shape)
+                coords = {"tp": rank}
+                at = tensor.first(coords)
+                records.chunk(file, coords, name, called[name], tensor.whole, at, tensor.shape)
                 filled[rank] += tensor.bytes
         for name in constants:
             records.scalar("__0_0.distcp", name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .._core import Table
 from ..common.records import dataclass, field
@@ -27,3 +27,5 @@ class Form:
     pad_multiple: int | None = None
     #: True if ranks hold chunks of whole tensors: boxes, each once.
     chunks: bool = False
+    #: The ranks that hold it, by their ranks on each parallel dimension; None for every combination.
+    ranks: Sequence[Mapping[str, int]] | None = None

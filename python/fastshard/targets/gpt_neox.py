@@ -20,6 +20,7 @@ from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass
 from ..common.regex import compile_when_used
 from ..common.target_options import MULTIPLE, PP, TP
+from ..common.topology import Topology
 from ..layouts.declaration import Source
 from ..models import gpt_neox
 from ..models.config_fields import positive_number, whole_number
@@ -153,7 +154,7 @@ class NeoxTarget(TrainerTarget):
                         expected=f"{MAX_MULTIPLE} at most",
                         got=str(multiple),
                     )
-        return cls(source, to, tp, pp, multiple, facts, model, layout, pipeline)
+        return cls(source, to, Topology(tp, pp), multiple, facts, model, layout, pipeline)
 
     def complete(self, bound: Bound) -> Completed:
         """Return files by layer or rank, ``latest`` and the config.
@@ -176,7 +177,7 @@ class NeoxTarget(TrainerTarget):
             files.append({"name": f"{folder}/{name}", "coords": {"tp": rank}, "content": content})
 
         layers = sorted(by_layer)
-        for rank in range(self.tp):
+        for rank in range(self.topology.tp):
             for layer in layers if self.pipeline else ():
                 inside = OrderedDict(
                     (_key(name, suffixes).partition(".")[2], TensorOf(name)) for name in by_layer[layer]
@@ -191,7 +192,7 @@ class NeoxTarget(TrainerTarget):
                 add(f"mp_rank_{rank:02d}_model_states.pt", rank, {"module": module, **state})
         if self.pipeline:
             # Rank files count stages and tensor-parallel ranks together, and hold no tensors.
-            for rank in range(self.tp * self.pp):
+            for rank in range(self.topology.tp * self.topology.pp):
                 add(f"mp_rank_{rank:02d}_model_states.pt", 0, {"module": None, **state})
         import yaml
 
@@ -205,7 +206,9 @@ class NeoxTarget(TrainerTarget):
         """Return the content of a rank file besides its module."""
         step = self.iteration()
         samples = self.source.files.values.get("global_samples")
-        dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": self.pp, "tp_degree": self.tp}}
+        dimensions = {
+            "checkpoint_parallel_dimensions": {"pp_degree": self.topology.pp, "tp_degree": self.topology.tp}
+        }
         return {
             "buffer_names": [],
             "optimizer": None,
@@ -220,7 +223,7 @@ class NeoxTarget(TrainerTarget):
             "global_steps": step,
             "global_samples": samples if isinstance(samples, int) else 0,
             "dp_world_size": 1,
-            "mp_world_size": self.tp * self.pp,
+            "mp_world_size": self.topology.tp * self.topology.pp,
             **(dimensions if self.pipeline else {}),
             "ds_config": {},
             "iteration": step,
@@ -234,7 +237,7 @@ class NeoxTarget(TrainerTarget):
                 "make_vocab_size_divisible_by": self.multiple,
                 "padded_vocab_size": padded,
                 "tokenizer_type": config["tokenizer_type"],
-                "model_parallel_size": self.tp,
+                "model_parallel_size": self.topology.tp,
             },
         }
 
@@ -246,8 +249,8 @@ class NeoxTarget(TrainerTarget):
         else:
             config = self._kept(axes, findings)
         config |= {
-            "model_parallel_size": self.tp,
-            "pipe_parallel_size": self.pp if self.pipeline else 0,
+            "model_parallel_size": self.topology.tp,
+            "pipe_parallel_size": self.topology.pp if self.pipeline else 0,
             "make_vocab_size_divisible_by": self.multiple,
             "no_weight_tying": not self.facts.get("tied", False),
             "gpt_j_residual": self.facts["gpt_j_residual"],

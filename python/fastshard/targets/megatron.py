@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import _core
 from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, replace
-from ..common.target_options import MULTIPLE, PP, TP
+from ..common.target_options import EP, ETP, MULTIPLE, PP, TP
+from ..common.topology import Topology
 from ..layouts.declaration import Source
 from ..models import megatron
 from . import megatron_args
@@ -31,15 +32,15 @@ from .request import Request
 _VOCAB_MULTIPLE = 128
 _LAYERS = "decoder.layers."
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-#: Norms are parts of the linear layers that follow them: in torch_dist always, in rank files with
-#: Transformer Engine. source: megatron/core/models/gpt/gpt_layer_specs.py (sharded_state_dict_keys_map)
-_TE_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+_ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 #: Linear layers keep what Transformer Engine needs for FP8 beside their weights: nothing, here.
-_LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv")
+_MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
+_HAVE_STATE = {"output_layer", *(name.rpartition(".")[2] for name in (*_LINEARS, *_MLP_LINEARS))}
 _ATTENTION = "self_attention.core_attention"
+_EXPERTS = "mlp.experts."
+_LOCAL_EXPERTS = f"{_EXPERTS}local_experts."
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -57,9 +58,9 @@ _PLACED: dict[str, Any] = {
     "pipeline_model_parallel_split_rank": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
-    "expert_tensor_parallel_size": 1,
-    "expert_model_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
 }
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -69,8 +70,16 @@ class MegatronTarget(TrainerTarget):
     """A Megatron-LM checkpoint, converted from a source."""
 
     layout: str = "megatron.legacy"
-    names = ("megatron", "megatron:legacy", "megatron:legacy-local", "megatron:torch_dist")
-    options = (TP, PP, MULTIPLE)
+    #: True for a run without Transformer Engine, whose modules have other names.
+    is_local: bool = False
+    names = (
+        "megatron",
+        "megatron:legacy",
+        "megatron:legacy-local",
+        "megatron:torch_dist",
+        "megatron:torch_dist-local",
+    )
+    options = (TP, PP, EP, ETP, MULTIPLE)
 
     @classmethod
     def of(cls, source: Source, request: Request) -> MegatronTarget:
@@ -80,17 +89,14 @@ class MegatronTarget(TrainerTarget):
             FastshardError: ``FS514`` for a model that Megatron-LM does not support, ``FS209`` if a fact that
                 decides values is unknown, ``FS515`` for impossible degrees.
         """
-        positive(request, TP, PP, MULTIPLE)
-        tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
+        positive(request, TP, PP, EP, ETP, MULTIPLE)
+        topology = Topology(request[TP], request[PP], request[EP], request[ETP] or request[TP])
+        multiple = request[MULTIPLE]
+        name = "megatron:torch_dist" if request.to == "megatron" else str(request.to)
+        is_chunked = name.startswith("megatron:torch_dist")
         model = None
         if source.model.dialect is megatron.DIALECT:
             facts = dict(source.binding.facts)
-            if facts["moe"]:
-                raise FastshardError.of(
-                    codes.UNSUPPORTED,
-                    "a mixture of experts is not written for Megatron-LM",
-                    help="convert it to hf, or merge it under Megatron's own names",
-                )
             stated = (source.model.config or {}).get("make_vocab_size_divisible_by")
             if (
                 multiple is None
@@ -103,28 +109,49 @@ class MegatronTarget(TrainerTarget):
             model = model_of(source, "Megatron-LM")
             megatron.refuse(model)
             facts = megatron.facts_of(model)
-        name = "megatron:torch_dist" if request.to == "megatron" else str(request.to)
+        _check_experts(topology, request, is_mixture=facts["moe"], is_chunked=is_chunked)
         # With tied embeddings the last of several stages has a copy of them. source: megatron/core
         # gpt_model.py
-        output_layer = not facts["tied"] or (pp > 1 and name != "megatron:torch_dist")
-        facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
-        return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
+        output_layer = not facts["tied"] or (topology.pp > 1 and not is_chunked)
+        facts |= {"split_gate": is_chunked, "output_layer": output_layer}
+        args = {} if model is not None else source.model.config or {}
+        is_local = name.endswith("-local") or args.get("transformer_impl") == "local"
+        # Rank files of grouped experts have other names. source: Megatron-LM arguments.py, --moe-grouped-gemm
+        grouped = not is_chunked and not is_local and bool(args.get("moe_grouped_gemm"))
+        facts |= {"experts_sequential": not grouped, "experts_grouped": grouped}
+        facts |= {"experts_flat": False, "experts_stacked": False}
+        return cls(source, name, topology, multiple or _VOCAB_MULTIPLE, facts, model, is_local=is_local)
+
+    @property
+    def is_chunked(self) -> bool:
+        """True for torch_dist, where ranks hold chunks of the full tensors."""
+        return self.name.startswith("megatron:torch_dist")
+
+    @property
+    def is_mixture(self) -> bool:
+        """True for a mixture of experts."""
+        return self.facts["moe"]
 
     def form(self) -> Form:
         """Return the form of the result."""
-        return replace(super().form(), chunks=self.name == "megatron:torch_dist")
+        form = replace(super().form(), chunks=self.is_chunked)
+        if not self.is_mixture:
+            return form
+        topology = self.topology
+        degrees = {"tp": topology.tp, "ep": topology.ep, "etp": topology.etp}
+        return replace(form, degrees=degrees, ranks=topology.list_file_ranks())
 
     def complete(self, bound: Bound) -> Completed:
         """Return the files of each rank, the tracker, and assumptions in the arguments."""
-        layers = bound.axes["L"]
-        if layers % self.pp:
+        layers, pp = bound.axes["L"], self.topology.pp
+        if layers % pp:
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
             raise FastshardError.of(
                 codes.NOT_DIVISIBLE,
                 "the layers cannot be divided over this many pipeline stages",
                 tensor="decoder.layers.{L}",
                 expected=f"--pp {fits}",
-                got=f"{layers} layers over --pp {self.pp}",
+                got=f"{layers} layers over --pp {pp}",
             )
         args, findings = self._args(bound)
         # Without an iteration it is a release: what other tools convert to, loaded at iteration 0.
@@ -137,76 +164,132 @@ class MegatronTarget(TrainerTarget):
             "num_floating_point_operations_so_far": 0,
         }
         texts = {}
-        if self.name == "megatron:torch_dist":
+        if self.is_chunked:
             files = self._chunks(bound, folder, common)
             texts[f"{folder}/metadata.json"] = json.dumps(_BACKEND)
         else:
-            files = self._rank_files(bound, folder, common, args)
+            files = self._rank_files(bound, folder, common)
         texts[_TRACKER] = str(at) if at else "release"
         return Completed(texts, findings, files, pointers=(_TRACKER,))
 
     def _stage(self, name: str, layer: int | None, layers: int) -> int:
         """Return the pipeline stage of a tensor."""
         if layer is not None:
-            return layer // (layers // self.pp)
-        return 0 if name == _EMBEDDING else self.pp - 1
+            return self.topology.stage(layer, layers)
+        return 0 if name == _EMBEDDING else self.topology.pp - 1
 
-    def _rank_files(
-        self, bound: Bound, folder: str, common: dict[str, Any], args: dict[str, Any]
-    ) -> list[_core.PlacedFile]:
-        per_stage = bound.axes["L"] // self.pp
-        fused = args.get("transformer_impl") != "local"
+    @property
+    def _norms(self) -> dict[str, str]:
+        """Norms that are parts of the linear layers which follow them, by the beginning of their names.
+
+        In torch_dist they are that always, in rank files with Transformer Engine. Its layer of experts
+        has a norm of its own.
+        source: megatron/core/models/gpt/gpt_layer_specs.py (sharded_state_dict_keys_map)
+        """
+        if self.is_local and not self.is_chunked:
+            return {}
+        is_apart = self.is_mixture and not self.is_local
+        return _ATTENTION_NORM if is_apart else _ATTENTION_NORM | _MLP_NORM
+
+    def _fused(self, inside: str) -> str:
+        """Return a tensor's name within its layer, with norms as parts of linear layers."""
+        for norm, fused in self._norms.items():
+            if inside.startswith(norm):
+                return fused + inside.removeprefix(norm)
+        return inside
+
+    def _rank_files(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
+        topology, layers = self.topology, bound.axes["L"]
+        ranks = topology.list_file_ranks() if self.is_mixture else [{"tp": n} for n in range(topology.tp)]
+        by_stage: list[list[tuple[str, Drafted]]] = [[] for _ in range(topology.pp)]
+        for name, tensor in _ordered(bound.tensors):
+            by_stage[self._stage(name, tensor.layer, layers)].append((name, tensor))
         files: list[_core.PlacedFile] = []
-        for stage in range(self.pp):
-            model: OrderedDict[str, Any] = OrderedDict()
-            for name, tensor in _ordered(bound.tensors):
-                if self._stage(name, tensor.layer, bound.axes["L"]) != stage:
-                    continue
-                key = name
-                if tensor.layer is not None:
-                    inside = _inside(name, tensor.layer)
-                    inside = _fused(inside) if fused else inside
-                    key = f"{_LAYERS}{tensor.layer - stage * per_stage}.{inside}"
-                model[key] = TensorOf(name)
-                module, _, kind = key.rpartition(".")
-                if kind == "weight" and module.endswith((*_LINEARS, "output_layer")):
-                    model[f"{module}._extra_state"] = None
-            for rank in range(self.tp):
-                suffix = f"_{stage:03d}" if self.pp > 1 else ""
-                content = {"torch_zip": tree({**common, "model": model})}
-                path = f"{folder}/mp_rank_{rank:02d}{suffix}/model_optim_rng.pt"
-                files.append({"name": path, "coords": {"tp": rank}, "content": content})
+        for stage, tensors in enumerate(by_stage):
+            for coords in ranks:
+                state = tree({**common, "model": self._rank_state(tensors, coords, bound.axes)})
+                path = f"{folder}/{self._folder(coords, stage)}/model_optim_rng.pt"
+                files.append({"name": path, "coords": coords, "content": {"torch_zip": state}})
         return files
 
+    def _folder(self, coords: Mapping[str, int], stage: int) -> str:
+        """Return the name of a rank's folder.
+
+        source: megatron/training/checkpointing.py (get_checkpoint_name)
+        """
+        suffix = f"_{stage:03d}" if self.topology.pp > 1 else ""
+        suffix += f"_{coords['ep']:03d}" if self.topology.ep > 1 else ""
+        return f"mp_rank_{coords['tp']:02d}{suffix}"
+
+    def _rank_state(
+        self, tensors: Sequence[tuple[str, Drafted]], coords: Mapping[str, int], axes: Mapping[str, int]
+    ) -> OrderedDict[str, Any]:
+        """Return the state dict of a rank: layers and experts are numbered from its first."""
+        per_stage = axes["L"] // self.topology.pp
+        experts = axes["E"] // self.topology.ep if self.is_mixture else 0
+        model: OrderedDict[str, Any] = OrderedDict()
+        for name, tensor in tensors:
+            key = name
+            if tensor.layer is not None:
+                inside = _inside(name, tensor.layer)
+                if tensor.expert is not None:
+                    if tensor.expert // experts != coords["ep"]:
+                        continue
+                    inside = _renumber(inside, tensor.expert % experts)
+                key = f"{_LAYERS}{tensor.layer % per_stage}.{self._fused(inside)}"
+            model[key] = TensorOf(name)
+            module, _, kind = key.rpartition(".")
+            if kind.startswith("weight") and module.rpartition(".")[2] in _HAVE_STATE:
+                model[f"{module}._extra_state"] = None
+        return model
+
     def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
-        """Return one file per rank, ``common.pt``, and ``.metadata`` with the place of each chunk."""
-        layers, records = bound.axes["L"], Records(folder)
-
-        def file(name: str, layer: int | None, rank: int) -> str:
-            # Ranks count tensor-parallel ranks first. source: megatron/core/parallel_state.py
-            return f"__{self._stage(name, layer, layers) * self.tp + rank}_0.distcp"
-
+        """Return the files of each rank, ``common.pt``, and ``.metadata`` with the place of each chunk."""
+        layers, experts, records = bound.axes["L"], bound.axes.get("E", 0), Records(folder)
         for name, tensor in _ordered(bound.tensors):
-            shape, full, layer = tensor.shape, tensor.whole, tensor.layer
+            full, layer = tensor.whole, tensor.layer
             inside, half = _half(name if layer is None else _inside(name, layer))
             # The two halves of a gated MLP lie one after the other along the first axis.
-            extents = [full[0] * (1 if half is None else 2), *full[1:]]
-            for rank in range(self.tp if tensor.cuts else 1):
-                at = tensor.first(rank)
+            of = [full[0] * (1 if half is None else 2), *full[1:]]
+            # Layers are stacked along an axis of their own, and so are experts.
+            stacked: list[int] = []
+            extents: list[int] = []
+            if layer is not None:
+                inside, stacked, extents = f"{_LAYERS}{self._fused(inside)}", [layer], [layers]
+            if layer is not None and tensor.expert is not None:
+                inside = f"{_LAYERS}{_EXPERTS}experts.{_in_expert(inside)}"
+                stacked, extents = [layer, tensor.expert], [layers, experts]
+            for coords in self._list_ranks(tensor, experts):
+                at = tensor.first(coords)
                 if half:
                     at[0] += full[0]
-                to = file(name, layer, rank)
-                if layer is None:
-                    records.chunk(to, rank, name, name, extents, at, shape)
-                    continue
-                # Layers are stacked along an axis of their own.
-                fqn, at, of = f"{_LAYERS}{_fused(inside)}", [layer, *at], [layers, *extents]
-                records.chunk(to, rank, name, fqn, of, at, [1, *shape])
+                stage = self._stage(name, layer, layers)
+                file, shape = self._file(stage, coords), [*[1] * len(stacked), *tensor.shape]
+                records.chunk(file, coords, name, inside, extents + of, stacked + at, shape)
         for layer in range(layers):
-            for module in (*_LINEARS, _ATTENTION):
-                key = f"{_LAYERS}{module}._extra_state/shard_{layer}_{layers}"
-                records.value(file("", layer, 0), key, [None])
+            file = self._file(self.topology.stage(layer, layers), {})
+            for module in (*_LINEARS, *(() if self.is_mixture else _MLP_LINEARS), _ATTENTION):
+                records.value(file, f"{_LAYERS}{module}._extra_state/shard_{layer}_{layers}", [None])
+            for expert in range(experts):
+                shard = f"_extra_state/shard_{layer}.{expert}_{layers}.{experts}"
+                for module in _MLP_LINEARS:
+                    inside = module.replace("mlp.", f"{_EXPERTS}experts.")
+                    records.value(file, f"{_LAYERS}{inside}.{shard}", [None])
         return [{"name": f"{folder}/common.pt", "content": {"torch_zip": tree(common)}}, *records.files()]
+
+    def _file(self, stage: int, coords: Mapping[str, int]) -> str:
+        """Return the name of the file of a rank: the second for its experts."""
+        rank = stage * self.topology.stage_ranks + self.topology.rank_of(coords)
+        return f"__{rank}_{int('ep' in coords)}.distcp"
+
+    def _list_ranks(self, tensor: Drafted, experts: int) -> list[dict[str, int]]:
+        """List the ranks that hold a chunk of a tensor, by their ranks on each parallel dimension."""
+        by = "tp" if tensor.expert is None else "etp"
+        degree = self.topology.tp if tensor.expert is None else self.topology.etp
+        ranks = [{by: rank} for rank in range(degree if tensor.cuts else 1)]
+        if tensor.expert is None:
+            return ranks
+        return [{**rank, "ep": tensor.expert // (experts // self.topology.ep)} for rank in ranks]
 
     def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
         """Return the model's arguments: the source's own, or those derived from its Hugging Face config."""
@@ -217,14 +300,19 @@ class MegatronTarget(TrainerTarget):
             args, findings = megatron.DIALECT.write(self.model, bound.axes, "args")
         # The names in rank files depend on it. source: Megatron-LM arguments.py, --transformer-impl
         args.setdefault("transformer_impl", "transformer_engine")
-        if self.name == "megatron:legacy-local":
+        if self.is_local:
             args["transformer_impl"] = "local"
         args |= {key: value for key, value in _PLACED.items() if key in args}
         if "transformer_pipeline_model_parallel_size" in args:
-            args["transformer_pipeline_model_parallel_size"] = self.pp
+            args["transformer_pipeline_model_parallel_size"] = self.topology.pp
+        if self.is_mixture:
+            args["expert_model_parallel_size"] = self.topology.ep
+            args["expert_tensor_parallel_size"] = self.topology.etp
+            grouped = args.get("moe_grouped_gemm") if self.is_chunked else self.facts["experts_grouped"]
+            args["moe_grouped_gemm"] = bool(grouped)
         args |= {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
+            "tensor_model_parallel_size": self.topology.tp,
+            "pipeline_model_parallel_size": self.topology.pp,
             "virtual_pipeline_model_parallel_size": None,
             "padded_vocab_size": self.padded(bound.axes),
             "make_vocab_size_divisible_by": self.multiple,
@@ -235,12 +323,38 @@ class MegatronTarget(TrainerTarget):
         return args, findings
 
 
-def _fused(inside: str) -> str:
-    """Return a tensor's name within its layer, with norms as parts of linear layers."""
-    for norm, fused in _TE_NORMS.items():
-        if inside.startswith(norm):
-            return fused + inside.removeprefix(norm)
-    return inside
+def _check_experts(topology: Topology, request: Request, *, is_mixture: bool, is_chunked: bool) -> None:
+    """Refuse degrees of experts for a model without any, and those of which rank files hold no part.
+
+    Raises:
+        FastshardError: ``FS515``.
+    """
+    if not is_mixture and (topology.ep > 1 or request[ETP] is not None):
+        option = EP if topology.ep > 1 else ETP
+        raise FastshardError.of(
+            codes.USAGE, f"{option.flag}: the model has no experts to divide", help="leave it out"
+        )
+    if topology.shares_files and not is_chunked:
+        raise FastshardError.of(
+            codes.USAGE,
+            f"{ETP.flag}: files of several ranks would have one name: it tells only their tp and ep",
+            expected=f"a divisor of --tp {topology.tp}",
+            got=str(topology.etp),
+            help="choose another degree, or the form that says where each part belongs",
+            run=["--to megatron:torch_dist"],
+        )
+
+
+def _in_expert(inside: str) -> str:
+    """Return a tensor's name within its expert."""
+    return inside.rpartition("local_experts.")[2].partition(".")[2]
+
+
+def _renumber(inside: str, expert: int) -> str:
+    """Return a tensor's name within its layer with another number of its expert."""
+    if inside.startswith(_LOCAL_EXPERTS):
+        return f"{_LOCAL_EXPERTS}{expert}.{_in_expert(inside)}"
+    return f"{inside.rstrip('0123456789')}{expert}"
 
 
 def _half(inside: str) -> tuple[str, int | None]:

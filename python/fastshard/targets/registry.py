@@ -26,6 +26,7 @@ _PLACES: dict[tuple[str, str], tuple[str, ...]] = {
         "megatron:legacy",
         "megatron:legacy-local",
         "megatron:torch_dist",
+        "megatron:torch_dist-local",
     ),
     ("tp_safetensors", "TpTarget"): ("tp-safetensors",),
     ("dcp", "DcpTarget"): ("dcp", "dcp:torchtitan", "dcp:olmo_core"),

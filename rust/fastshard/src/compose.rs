@@ -77,6 +77,8 @@ pub struct Target<'a> {
     /// True if ranks hold chunks of the full tensor: boxes, each stored once. A tensor whose shards are not
     /// boxes is not divided.
     pub chunks: bool,
+    /// The ranks that hold it; every combination by default.
+    pub ranks: Option<&'a [BTreeMap<String, u64>]>,
     /// Selects the wanted outputs by name.
     pub wanted: &'a dyn Fn(&str) -> bool,
 }

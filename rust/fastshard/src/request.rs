@@ -294,6 +294,9 @@ pub struct TargetSide {
     /// True if ranks hold chunks of the full tensor: boxes, each stored once.
     #[serde(default)]
     pub chunks: bool,
+    /// The ranks that hold it, by their ranks on each parallel dimension; every combination by default.
+    #[serde(default)]
+    pub ranks: Option<Vec<BTreeMap<String, u64>>>,
 }
 
 fn globs(patterns: &[String]) -> Result<Vec<glob::Pattern>> {
@@ -400,6 +403,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             keep: &request.keep,
             replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
             chunks: request.target.as_ref().is_some_and(|t| t.chunks),
+            ranks: request.target.as_ref().and_then(|t| t.ranks.as_deref()),
             wanted: &slotted,
         };
         let with = Resolving {

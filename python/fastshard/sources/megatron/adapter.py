@@ -126,7 +126,7 @@ class Megatron:
         models = [self._models(s) for s in states]
         names = {name for model in models for _, names in model for name in names}
         grid = RankGrid.of(found, args, arguments.mixture(args, names))
-        source.binding.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
+        source.binding.degrees = grid.degrees
         source.files.ranks = {i: grid.coords(place) for i, place in enumerate(grid.places)}
         source.files.ranks |= {file: source.files.ranks[i] for i, file in found.seen.beside.items()}
         source.index.is_provable = bool(args)
@@ -138,7 +138,8 @@ class Megatron:
         if (lack := _beyond(args, names, grid)) is not None:
             _whole(source, found, contents, states, models, args, grid, lack)
             return source
-        if arguments.mixture(args, names):
+        if grid.is_mixture:
+            _refuse_experts(found, grid)
             _check_experts(args, grid, found.files[0].path)
         arguments.describe(source, args, names, lacking)
         self._units(grid, models, _experts_of_rank(args, grid, names), source)
@@ -186,7 +187,7 @@ class Megatron:
                         Unit(
                             file=i,
                             under=[key],
-                            coords=grid.coords(rank),
+                            coords=grid.coords_of_tensors(rank),
                             bases={"L": bases[chunk, stage]} | first,
                             rank=grid.rank(rank),
                             only=[name for name in names if not _FLAT.search(name)] if flat else None,
@@ -292,11 +293,8 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid) -> Lack | Non
     strange.sort(key=lambda name: name.endswith("_extra_state"))
     if strange:
         return Lack("tensor", "one that Llama or Mixtral has", strange[0])
-    if arguments.mixture(args, names):
-        if found := arguments.beyond(args):
-            return Lack(*found)
-        if grid.etp != grid.tp:
-            return Lack("expert_tensor_parallel_size", str(grid.tp), str(grid.etp))
+    if arguments.mixture(args, names) and (found := arguments.beyond(args)):
+        return Lack(*found)
     groups = megatron.axes_of(args, False).get("g")
     if groups and groups % grid.tp:
         return Lack("num_query_groups", f"a multiple of {grid.tp}", str(groups))
@@ -305,17 +303,19 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid) -> Lack | Non
 
 def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     """Raise an error for experts whose ranks save no files, or save files of the same name."""
-    if grid.etp > grid.tp and grid.ep > 1:
+    if grid.topology.shares_files:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             "experts that more ranks divide than other tensors: files of several ranks have one name",
             file=found.files[0].path,
-            expected=f"expert_tensor_parallel_size of at most {grid.tp}",
+            expected=f"expert_tensor_parallel_size that divides {grid.tp}",
             got=str(grid.etp),
             help="save it in the torch_dist format, which says where each part belongs",
         )
     stray = [i for i, rank in enumerate(grid.places) if grid.of_expert(rank) is None]
-    if stray or grid.etp * grid.ep < grid.tp:
+    # Such a run saves the files of its first etp x ep ranks only.
+    unsaved = grid.etp * grid.ep < grid.tp and len({place[0] for place in grid.places}) < grid.tp
+    if stray or unsaved:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             "experts with a separate tensor-parallel degree: not the files that ranks of such a run save",
@@ -386,9 +386,7 @@ def _whole(
         # To the table they are those of one rank.
         source.binding.degrees = {}
     else:
-        table_match.leave_unnamed(
-            source, described if lack.what == "expert_tensor_parallel_size" else lack, shapes, args
-        )
+        table_match.leave_unnamed(source, lack, shapes, args)
     optim_legacy.refuse(source, found, states)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Any
 
 from ...common import codes
@@ -10,6 +11,7 @@ from ...common.errors import FastshardError
 from ...common.options import MAX_DEGREE
 from ...common.ranks import format_rank
 from ...common.records import dataclass
+from ...common.topology import Topology
 from ...models import megatron
 from ..base import Found
 from .rank_folders import MegatronFiles
@@ -32,6 +34,18 @@ class RankGrid:
     places: list[tuple[int, int, int]]
     #: Ranks that divide the tensors of an expert.
     etp: int
+    is_mixture: bool
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The degrees."""
+        return Topology(self.tp, self.pp, self.ep, self.etp)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degrees of the parallel dimensions that divide tensors."""
+        experts = {"etp": self.etp} if self.is_mixture else {}
+        return {"tp": self.tp} | ({"ep": self.ep} if self.ep > 1 else {}) | experts
 
     @classmethod
     def of(cls, found: Found[MegatronFiles], args: dict[str, Any], mixture: bool) -> RankGrid:
@@ -77,7 +91,7 @@ class RankGrid:
                 expected=f"at most {MAX_DEGREE} each, and {_MAX_RANKS} ranks",
                 got=f"{tp} x {pp} x {ep}",
             )
-        return cls(tp, pp, ep, places, etp)
+        return cls(tp, pp, ep, places, etp, mixture)
 
     def find_gaps(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Find the places whose files are missing, as first and last of each range of tensor-parallel ranks.
@@ -87,7 +101,7 @@ class RankGrid:
         there = set(self.places)
         every = itertools.product(range(self.pp), range(self.ep), range(self.tp))
         places = [(tensor, stage, expert) for stage, expert, tensor in every]
-        gaps = [one for one in places if one not in there and self.of_expert(one) is not None]
+        gaps = [one for one in places if one not in there and self.topology.is_saved(one[0], one[2])]
         if len(gaps) <= _ONE_BY_ONE:
             return [(place, place) for place in sorted(gaps)]
         found: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
@@ -99,16 +113,9 @@ class RankGrid:
         return found
 
     def of_expert(self, place: tuple[int, int, int]) -> int | None:
-        """Return the rank among those that divide an expert's tensors; None for a rank that saves no file.
-
-        Ranks of both kinds are counted from the same first one. The ranks of the first copies of experts
-        save.
-        source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp),
-            megatron/training/checkpointing.py
-        """
+        """Return the rank among those that divide an expert's tensors; None for a place that no rank has."""
         tensor, _, expert = place
-        rank = (tensor - self.etp * expert) % self.tp
-        return rank if rank < self.etp else None
+        return self.topology.expert_rank(tensor, expert)
 
     def folder(self, place: tuple[int, int, int]) -> str:
         """Return the name of a rank's folder.
@@ -121,8 +128,13 @@ class RankGrid:
         return name + (f"_{expert:03d}" if self.ep > 1 else "")
 
     def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
-        """Return the coordinates of a place, as the layout takes them."""
+        """Return the ranks of a place, as messages name them."""
         return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
+
+    def coords_of_tensors(self, place: tuple[int, int, int]) -> dict[str, int]:
+        """Return the ranks of a place on all parallel dimensions, as the layout takes them."""
+        experts = {"etp": self.of_expert(place) or 0} if self.is_mixture else {}
+        return self.coords(place) | experts
 
     def rank(self, place: tuple[int, int, int]) -> str:
         """Format the rank in the short form."""

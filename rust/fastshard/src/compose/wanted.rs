@@ -112,7 +112,24 @@ fn dividing<'a>(table: &'a Table, entry: &'a Entry) -> BTreeSet<&'a str> {
     let shape = entry.shape.iter().flat_map(|s| &s.dims);
     shape.for_each(|d| crate::layout::expr::names_in(d, &table.derived, &mut names));
     let divided = names.iter().filter_map(|n| table.divided_by(&entry.class, n));
-    divided.chain(entry.partial.as_deref()).collect()
+    let counted = entry.name.variables().filter(|v| !v.extent);
+    let numbered = counted.filter_map(|v| table.divided_by(&entry.class, &v.axis));
+    divided.chain(entry.partial.as_deref()).chain(numbered).collect()
+}
+
+/// True if a rank holds the tensor at a position: of an axis that ranks divide and the name counts, each has its share.
+fn is_in_share(
+    table: &Table,
+    entry: &Entry,
+    (extents, known): (&Extents, &Known),
+    index: &BTreeMap<String, u64>,
+    coords: &BTreeMap<String, u64>,
+) -> bool {
+    index.iter().all(|(axis, at)| {
+        let Some(dimension) = table.divided_by(&entry.class, axis) else { return true };
+        let share = extents.get(axis).map_or(0, |extent| extent / known.degree(dimension));
+        share > 0 && at / share == coords.get(dimension).copied().unwrap_or(0)
+    })
 }
 
 /// Every tensor that the target's table requires.
@@ -125,7 +142,10 @@ pub(super) fn table_names(
 ) -> Vec<Wanted> {
     let mut wanted = Vec::new();
     let facts = &target.outside.facts;
-    let all_ranks = ranks(table, known);
+    let all_ranks = match target.ranks.filter(|_| !target.chunks) {
+        Some(ranks) => ranks.to_vec(),
+        None => ranks(table, known),
+    };
     for (i, entry) in table.entries.iter().enumerate() {
         if entry.ignore.is_some() || entry.shape.is_none() {
             continue;
@@ -162,7 +182,10 @@ pub(super) fn table_names(
             !target.chunks || coords.iter().all(|(d, rank)| *rank == 0 || divided.contains(d.as_str()))
         };
         for index in positions {
-            for coords in all_ranks.iter().filter(|c| holds(c)) {
+            let is_here = |coords: &BTreeMap<String, u64>| {
+                holds(coords) && is_in_share(table, entry, (extents, known), &index, coords)
+            };
+            for coords in all_ranks.iter().filter(|coords| is_here(coords)) {
                 wanted.push(Wanted {
                     entry: i,
                     index: index.clone(),

@@ -12,10 +12,9 @@ use super::lock;
 use super::tile::{self, Twins};
 use crate::plan::Plan;
 use crate::storage::remote::Readers;
-use crate::storage::{requests, SourceFile};
+use crate::storage::requests::GAP;
+use crate::storage::SourceFile;
 
-/// Bytes between two reads at which one request brings both.
-const GAP: u64 = requests::GAP;
 /// Groups that fit into the room of a store.
 const GROUPS_IN_ROOM: u64 = 2;
 

@@ -23,7 +23,7 @@ const MOST: u64 = 8 << 20;
 /// Bytes of a read from which a request brings nothing beyond it.
 const LONG: u64 = 1 << 20;
 /// Requests that are made ahead at the same time, and of them those for one reader that reads on.
-const AHEAD: usize = 32;
+const AHEAD: usize = 64;
 const AHEAD_OF_ONE: usize = 2;
 /// Bytes between two announced or scheduled ranges at which one request brings both.
 pub(crate) const GAP: u64 = 64 << 10;
@@ -423,6 +423,28 @@ impl StoreFiles {
     }
 }
 
+/// Joins ranges that follow each other in their order into those of requests: where little lies between them, and up to
+/// `most` bytes. Longer ones are divided.
+fn join_ranges(ranges: &[(u64, u64)], most: u64) -> Vec<(u64, u64)> {
+    let mut joined: Vec<(u64, u64)> = Vec::new();
+    for &(lo, hi) in ranges {
+        let mut at = lo;
+        if let Some(last) = joined.last_mut().filter(|last| last.0 <= lo) {
+            if lo <= last.1 + GAP && hi.max(last.1) - last.0 <= most {
+                last.1 = last.1.max(hi);
+                continue;
+            }
+            at = lo.max(last.1);
+        }
+        while at < hi {
+            let end = hi.min(at + most);
+            joined.push((at, end));
+            at = end;
+        }
+    }
+    joined
+}
+
 /// Bytes of reads, sorted by their first byte, between `lo` and `hi`; what several read counts for each.
 fn count_read(reads: &[(u64, u64)], lo: u64, hi: u64) -> u64 {
     let until = reads.partition_point(|read| read.0 < hi);
@@ -531,41 +553,31 @@ impl State {
     /// The segments with which scheduled reads of a file, sorted, are covered: each with the bytes that are read from it.
     /// What is under way or here is left out.
     fn cover(&self, file: u32, reads: &[(u64, u64)], size: u64) -> Vec<(u64, u64, u64)> {
-        let mut joined: Vec<(u64, u64)> = Vec::new();
-        for &(lo, hi) in reads {
-            match joined.last_mut() {
-                Some(last) if lo <= last.1 + GAP && hi.max(last.1) - last.0 <= self.most => {
-                    last.1 = last.1.max(hi);
-                }
-                Some(last) if hi <= last.1 => {}
-                last => {
-                    let mut at = last.map_or(lo, |last| lo.max(last.1));
-                    while hi - at > self.most {
-                        joined.push((at, at + self.most));
-                        at += self.most;
-                    }
-                    joined.push((at, hi));
-                }
-            }
-        }
         let mut found = Vec::new();
-        for (lo, hi) in joined {
-            let (mut at, hi) = (lo, hi.min(size));
-            while at < hi {
-                let before = self.segments.range((file, 0)..=(file, at)).next_back();
-                if let Some((key, segment)) = before.filter(|(key, segment)| at < key.1 + segment.len) {
-                    at = key.1 + segment.len;
-                    continue;
-                }
-                let next =
-                    self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(hi, |(key, _)| key.1);
-                let end = next.min(hi);
+        for (lo, hi) in join_ranges(reads, self.most) {
+            for (at, end) in self.list_missing(file, lo, hi.min(size)) {
                 let due = count_read(reads, at, end);
                 if due > 0 {
                     found.push((at, end, due));
                 }
-                at = end;
             }
+        }
+        found
+    }
+
+    /// The parts of a range of a file that are neither here nor under way.
+    fn list_missing(&self, file: u32, lo: u64, hi: u64) -> Vec<(u64, u64)> {
+        let (mut found, mut at) = (Vec::new(), lo);
+        let before = self.segments.range((file, 0)..(file, lo)).next_back();
+        let inside = self.segments.range((file, lo)..(file, hi.max(lo)));
+        for (key, segment) in before.into_iter().chain(inside) {
+            if at < key.1 {
+                found.push((at, key.1));
+            }
+            at = at.max(key.1 + segment.len);
+        }
+        if at < hi {
+            found.push((at, hi));
         }
         found
     }
@@ -676,29 +688,13 @@ impl State {
     /// Chooses the requests for announced ranges of a file, which come in their order: their segments are under way from now
     /// on. What is here or under way is left out, and what finds no room.
     fn choose_announced(&mut self, file: u32, ranges: &[(u64, u64)], size: u64, room: u64) -> Vec<Wanted> {
-        let mut joined: Vec<(u64, u64)> = Vec::new();
-        for &(lo, hi) in ranges {
-            match joined.last_mut() {
-                Some(last) if lo >= last.0 && lo <= last.1 + GAP && hi - last.0 <= self.most => {
-                    last.1 = last.1.max(hi)
-                }
-                _ => {
-                    let starts = (lo..hi.min(size)).step_by(self.most as usize);
-                    joined.extend(starts.map(|at| (at, hi.min(at + self.most))));
-                }
-            }
-        }
         let mut wanted = Vec::new();
-        for (lo, hi) in joined {
-            let before = self.segments.range((file, 0)..=(file, lo)).next_back();
-            let at = before.map_or(lo, |(key, segment)| lo.max(key.1 + segment.len));
-            let next =
-                self.segments.range((file, at)..=(file, u64::MAX)).next().map_or(size, |(key, _)| key.1);
-            let hi = hi.min(next).min(size);
-            if at >= hi || !self.has_room_ahead(hi - at, room) {
-                continue;
+        for (lo, hi) in join_ranges(ranges, self.most) {
+            for (at, end) in self.list_missing(file, lo, hi.min(size)) {
+                if self.has_room_ahead(end - at, room) {
+                    wanted.push(self.expect(file, at, end, Why::Ahead));
+                }
             }
-            wanted.push(self.expect(file, at, hi, Why::Ahead));
         }
         wanted
     }

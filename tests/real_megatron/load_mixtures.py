@@ -1,0 +1,191 @@
+"""One rank of four: loads mixtures of experts that fastshard wrote with megatron-core itself, and says what
+it then holds and computes.
+
+Stages, tensors and experts are divided at once: tp 2 x pp 2, and ep 2 x etp 1 over the same four ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+#: What the common part of a checkpoint holds besides the model.
+COMMON = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+def build(args: Any) -> GPTModel:
+    """The model that the arguments in a checkpoint describe."""
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        gated_linear_unit=args.swiglu,
+        activation_func=F.silu,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        num_moe_experts=args.num_experts,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        moe_router_topk=args.moe_router_topk,
+        moe_router_pre_softmax=args.moe_router_pre_softmax,
+        moe_router_score_function=args.moe_router_score_function,
+        moe_layer_freq=args.moe_layer_freq,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        sequence_parallel=args.tensor_model_parallel_size > 1,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        # The fused form is a kernel for accelerators.
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(
+            num_experts=args.num_experts,
+            moe_grouped_gemm=args.moe_grouped_gemm,
+            normalization=args.normalization,
+            qk_layernorm=args.qk_layernorm,
+        ),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
+    ).eval()
+
+
+def pretend() -> None:
+    """Answers for CPUs what Megatron asks of an accelerator."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
+    # 0.16.1 asks for this name even where Transformer Engine is not installed.
+    moe_utils.te_general_gemm = None
+
+
+def allow_norms_of_parallel_sequences() -> None:
+    """Lets torch's norms be made where ranks divide the sequence.
+
+    Megatron asserts against it for the sake of gradients; a norm of single tokens computes the same.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **words: Any) -> Any:
+        config.sequence_parallel, given = False, config.sequence_parallel
+        try:
+            return make(cls, config, *args, **words)
+        finally:
+            config.sequence_parallel = given
+
+    WrappedTorchNorm.__new__ = new  # type: ignore[method-assign]
+
+
+def spoil(model: GPTModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+
+
+def rank_file(folder: Path) -> Path:
+    tensor, stage, expert = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    return folder / f"legacy/release/mp_rank_{tensor:02d}_{stage:03d}_{expert:03d}/model_optim_rng.pt"
+
+
+def load(folder: Path) -> tuple[GPTModel, dict[str, Any]]:
+    """A model with the weights of torch_dist, and the state that the rank file gives it."""
+    state = torch.load(rank_file(folder), weights_only=False)
+    model = build(state["args"])
+    spoil(model)
+    model.load_state_dict(state["model"], strict=True)
+    legacy = {n: v.clone() for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    spoil(model)
+    loaded = dist_checkpointing.load(model.sharded_state_dict(), str(folder / "torch_dist/release"))
+    model.load_state_dict({k: v for k, v in loaded.items() if k not in COMMON}, strict=True)
+    return model, legacy
+
+
+def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Logits on the last stage; the first sends it what it computed."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(1, 1, *2 * tokens.shape[1:], dtype=torch.bool).triu(1)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        if parallel_state.is_pipeline_first_stage():
+            hidden = model(tokens, positions, mask)
+            dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+            return None
+        hidden = torch.empty(tokens.shape[1] // tp, tokens.shape[0], model.config.hidden_size)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+        logits: torch.Tensor = model(tokens, positions, mask)
+        return logits
+
+
+def main(root: Path) -> None:
+    pretend()
+    allow_norms_of_parallel_sequences()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    report: dict[str, Any] = {}
+    for folder in sorted(p for p in root.iterdir() if p.is_dir()):
+        model, legacy = load(folder)
+        loaded = {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+        same = loaded.keys() == legacy.keys() and all(torch.equal(loaded[n], legacy[n]) for n in loaded)
+        entry: dict[str, Any] = {"tensors": len(loaded), "torch_dist_is_legacy": same}
+        logits = forward(model, torch.load(folder / "tokens.pt"))
+        if logits is not None:
+            wanted = torch.load(folder / "logits.pt")
+            entry["difference"] = (logits[..., : wanted.shape[-1]] - wanted).abs().max().item()
+        report[folder.name] = entry
+    (root / f"report_{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""megatron-core loads mixtures of experts that are written, strictly, and computes what transformers does.
+
+Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. Four gloo ranks: tp 2 x pp 2, and over the same ranks
+ep 2 with undivided experts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any
+
+import moe_maker
+import pytest
+import torch
+from helpers import cli
+from megatron_ranks import launch
+
+WORLD = 4
+DEGREES = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1)
+MODELS: dict[str, Callable[[], Any]] = {
+    "mixtral": moe_maker.model,
+    "qwen3_moe": lambda: moe_maker.qwen(3),
+    "unnormalised": lambda: moe_maker.qwen(3, norm_topk_prob=False),
+    "tied": lambda: moe_maker.qwen(3, tie_word_embeddings=True, num_experts=2, num_experts_per_tok=1),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw, by model."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed: pip install '.[megatron]' (CONTRIBUTING.md)")
+    root, source = tmp_path_factory.mktemp("real_megatron"), tmp_path_factory.mktemp("source")
+    for name, make in MODELS.items():
+        model = make()
+        model.save_pretrained(source / name)
+        (root / name).mkdir()
+        torch.save(moe_maker.TOKENS, root / name / "tokens.pt")
+        torch.save(moe_maker.logits(model), root / name / "logits.pt")
+        for form in ("legacy", "torch_dist"):
+            # torch_dist serves all degrees: it is written at others than those it is loaded at.
+            at = DEGREES if form == "legacy" else ("--ep", 2)
+            out = root / name / form
+            ran = cli("convert", source / name, out, "--to", f"megatron:{form}-local", *at)
+            assert ran.code == 0, ran.out
+    ranks = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29723",
+        }
+        for rank in range(WORLD)
+    ]
+    launch("load_mixtures.py", [root], [source / f"rank_{rank}.log" for rank in range(WORLD)], ranks)
+    return [json.loads((root / f"report_{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_forms_load_alike(name: str, reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report[name]["tensors"] >= 10
+        assert report[name]["torch_dist_is_legacy"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, reports: list[dict[str, Any]]) -> None:
+    differences = [report[name]["difference"] for report in reports if "difference" in report[name]]
+    assert len(differences) == 2 and max(differences) < 1e-4, differences

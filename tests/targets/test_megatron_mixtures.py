@@ -1,0 +1,138 @@
+"""Mixtures of experts that are written for Megatron-LM: against real megatron-core's files, and there and
+back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import moe_maker
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import FIXTURES, cli, load_pt, read_result, sha256
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+SHARDED = FIXTURES / "sharded"
+MIXTRAL = SHARDED / "moe_hf_mixtral"
+LEGACY = SHARDED / "moe_megatron_legacy_tp2_ep2"
+DIST = SHARDED / "moe_megatron_torch_dist_tp2_ep2"
+FORMS = ["legacy", "legacy-local", "torch_dist", "torch_dist-local"]
+#: tp, pp, ep, etp
+DEGREES = [(1, 1, 1, 1), (2, 2, 2, 1), (2, 1, 2, 2), (2, 1, 4, 1), (4, 1, 2, 2), (4, 2, 1, 1), (4, 1, 2, 1)]
+
+
+def convert(source: Path, out: Path, form: str, degrees: tuple[int, int, int, int]) -> None:
+    tp, pp, ep, etp = degrees
+    placing = ("--tp", tp, "--pp", pp, "--ep", ep, "--etp", etp)
+    ran = cli("convert", source, out, "--to", f"megatron:{form}", *placing)
+    assert ran.code == 0, ran.out
+
+
+def to_hf(source: Path, out: Path) -> dict[str, torch.Tensor]:
+    ran = cli("convert", source, out, "--to", "hf", "--vocab-size", 250)
+    assert ran.code == 0, ran.out
+    return read_result(out)
+
+
+def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert have.keys() == want.keys()
+    for name, tensor in want.items():
+        assert have[name].dtype == tensor.dtype and torch.equal(have[name], tensor), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("degrees", DEGREES, ids=lambda d: "tp{}_pp{}_ep{}_etp{}".format(*d))
+def test_mixtral_and_back_is_bit_exact(form: str, degrees: tuple[int, int, int, int], tmp_path: Path) -> None:
+    heads = {"num_key_value_heads": 4}
+    moe_maker.model(**heads).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, degrees)
+    ran = cli("verify", tmp_path / "megatron")
+    assert ran.code == 0, ran.out
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_qwen3_comes_back_with_its_logits(form: str, normalised: bool, tmp_path: Path) -> None:
+    model = moe_maker.qwen(3, norm_topk_prob=normalised)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 2, 2, 1))
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert after.config.model_type == "qwen3_moe" and after.config.norm_topk_prob is normalised
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+def test_rank_files_hold_what_megatron_core_holds(tmp_path: Path) -> None:
+    convert(MIXTRAL, tmp_path / "out", "legacy-local", (2, 1, 2, 2))
+    folders = sorted(path.name for path in (tmp_path / "out/release").iterdir())
+    assert folders == sorted(path.name for path in (LEGACY / "iter_0000010").iterdir())
+    for folder in folders:
+        ours = load_pt(tmp_path / f"out/release/{folder}/model_optim_rng.pt")
+        theirs = load_pt(LEGACY / f"iter_0000010/{folder}/model_optim_rng.pt")
+        assert ours["model"].keys() == theirs["model"].keys()
+        for name, tensor in theirs["model"].items():
+            have = ours["model"][name]
+            assert have is tensor is None or torch.equal(have, tensor), name
+        want = vars(theirs["args"]) | {"iteration": 0, "moe_router_load_balancing_type": None}
+        known = {key: value for key, value in want.items() if hasattr(ours["args"], key)}
+        assert {key: getattr(ours["args"], key) for key in known} == known
+        assert not want.keys() - known.keys() - {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
+
+
+def test_torch_dist_holds_what_megatron_core_holds(tmp_path: Path) -> None:
+    convert(MIXTRAL, tmp_path / "out", "torch_dist-local", (2, 1, 2, 2))
+
+    def read(folder: Path) -> tuple[dict[str, str], set[str]]:
+        described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {name: entry for name, entry in described.items() if hasattr(entry, "chunks")}
+        state: dict[str, Any] = {name: torch.empty(entry.size) for name, entry in tensors.items()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        return {name: sha256(tensor) for name, tensor in state.items()}, described.keys() - tensors.keys()
+
+    ours, their_objects = read(tmp_path / "out/release"), read(DIST / "iter_0000010")[1]
+    assert ours[0] == read(DIST / "iter_0000010")[0]
+    assert their_objects <= ours[1]
+
+
+@pytest.mark.parametrize("source", [LEGACY, DIST], ids=["legacy", "torch_dist"])
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_degrees_change_without_a_detour(source: Path, form: str, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", form, (1, 2, 4, 1))
+    args = load_pt(next((tmp_path / "out/iter_0000010").rglob("*.pt")))["args"]
+    assert (args.expert_model_parallel_size, args.expert_tensor_parallel_size) == (4, 1)
+    assert args.moe_aux_loss_coeff == 0.01
+    same(to_hf(tmp_path / "out", tmp_path / "back"), load_file(MIXTRAL / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["grouped", "flat", "sequential"])
+def test_rank_files_of_grouped_experts_stay_grouped(name: str, tmp_path: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(MIXTRAL, dtype=torch.float32).state_dict()
+    grouped, local = name != "sequential", name != "grouped"
+    implementation = "local" if local else "transformer_engine"
+    changes = {"moe_grouped_gemm": grouped, "transformer_impl": implementation}
+    source = moe_maker.save_legacy(tmp_path / "source", whole, (2, 1, 2), name, **changes)
+    convert(source, tmp_path / "out", "legacy", (1, 1, 2, 1))
+    state = load_pt(tmp_path / "out/iter_0000010/mp_rank_00_001/model_optim_rng.pt")
+    assert state["args"].moe_grouped_gemm is (name == "grouped")
+    inside = "linear_fc2.weight1" if name == "grouped" else "local_experts.1.linear_fc2.weight"
+    third = whole["model.layers.1.mlp.experts.down_proj"][3]
+    assert torch.equal(state["model"][f"decoder.layers.1.mlp.experts.{inside}"], third)
+    same(to_hf(tmp_path / "out", tmp_path / "back"), load_file(MIXTRAL / "model.safetensors"))
+
+
+def test_what_no_rank_of_megatron_has_is_refused(tmp_path: Path) -> None:
+    def refused(*argv: object, source: Path = MIXTRAL) -> str:
+        ran = cli("convert", source, tmp_path / "out", "--to", "megatron:legacy", *argv)
+        assert ran.code == 2 and not (tmp_path / "out").exists()
+        return ran.out
+
+    assert "--etp: files of several ranks" in refused("--tp", 1, "--etp", 2, "--ep", 2)
+    assert "experts" in refused("--ep", 3)
+    assert "no experts to divide" in refused("--ep", 2, source=SHARDED / "hf_sharded")
+    assert "no experts to divide" in refused("--etp", 2, source=SHARDED / "hf_sharded")
+    shared = tmp_path / "shared"
+    moe_maker.qwen(2).save_pretrained(shared)
+    assert "shared experts" in refused(source=shared)
