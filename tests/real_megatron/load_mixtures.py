@@ -16,46 +16,77 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from make_models import allow_local_latent
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 #: What the common part of a checkpoint holds besides the model.
 COMMON = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
+#: Arguments that the transformer's config has by the same names.
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_dtype",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "moe_grouped_gemm",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "mtp_num_layers",
+)
+
+
 def build(args: Any) -> GPTModel:
     """The model that the arguments in a checkpoint describe."""
-    config = TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
+    latent = getattr(args, "multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
+    rotary = {"rotary_base": args.rotary_base} if latent else {}
+    config = kind(
+        **{key: getattr(args, key) for key in SAME if hasattr(args, key)},
+        **rotary,
+        num_moe_experts=args.num_experts,
         gated_linear_unit=args.swiglu,
         activation_func=F.silu,
-        normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        qk_layernorm=args.qk_layernorm,
-        num_moe_experts=args.num_experts,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
-        moe_router_topk=args.moe_router_topk,
-        moe_router_pre_softmax=args.moe_router_pre_softmax,
-        moe_router_score_function=args.moe_router_score_function,
-        moe_layer_freq=args.moe_layer_freq,
-        moe_grouped_gemm=args.moe_grouped_gemm,
         moe_token_dispatcher_type="allgather",
         moe_router_load_balancing_type="none",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         sequence_parallel=args.tensor_model_parallel_size > 1,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
@@ -67,14 +98,14 @@ def build(args: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
     )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    further = getattr(args, "mtp_num_layers", None)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(
-            num_experts=args.num_experts,
-            moe_grouped_gemm=args.moe_grouped_gemm,
-            normalization=args.normalization,
-            qk_layernorm=args.qk_layernorm,
-        ),
+        spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        if further
+        else None,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -97,6 +128,7 @@ def pretend() -> None:
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     # 0.16.1 asks for this name even where Transformer Engine is not installed.
     moe_utils.te_general_gemm = None
+    allow_local_latent()
 
 
 def allow_norms_of_parallel_sequences() -> None:
@@ -133,17 +165,33 @@ def rank_file(folder: Path) -> Path:
     return folder / f"legacy/release/mp_rank_{tensor:02d}_{stage:03d}_{expert:03d}/model_optim_rng.pt"
 
 
-def load(folder: Path) -> tuple[GPTModel, dict[str, Any]]:
-    """A model with the weights of torch_dist, and the state that the rank file gives it."""
-    state = torch.load(rank_file(folder), weights_only=False)
-    model = build(state["args"])
+def load(folder: Path) -> tuple[GPTModel, dict[str, Any] | None]:
+    """A model with the weights of torch_dist, and the state that the rank file gives it if there is one."""
+    dist_folder, legacy = folder / "torch_dist/release", None
+    if is_legacy := (folder / "legacy").exists():
+        state = torch.load(rank_file(folder), weights_only=False)
+    args = (
+        state["args"]
+        if is_legacy
+        else with_degrees(torch.load(dist_folder / "common.pt", weights_only=False)["args"])
+    )
+    model = build(args)
+    if is_legacy:
+        spoil(model)
+        model.load_state_dict(state["model"], strict=True)
+        legacy = {n: v.clone() for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     spoil(model)
-    model.load_state_dict(state["model"], strict=True)
-    legacy = {n: v.clone() for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    spoil(model)
-    loaded = dist_checkpointing.load(model.sharded_state_dict(), str(folder / "torch_dist/release"))
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    loaded = dist_checkpointing.load(model.sharded_state_dict(metadata=groups), str(dist_folder))
     model.load_state_dict({k: v for k, v in loaded.items() if k not in COMMON}, strict=True)
     return model, legacy
+
+
+def with_degrees(args: Any) -> Any:
+    """The arguments, as a run with these ranks would state them."""
+    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = args.expert_model_parallel_size = 2
+    args.expert_tensor_parallel_size = 1
+    return args
 
 
 def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -159,6 +207,8 @@ def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
         hidden = torch.empty(tokens.shape[1] // tp, tokens.shape[0], model.config.hidden_size)
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
+        # Layers that predict further tokens count for a loss only.
+        model.mtp_process, model.config.mtp_num_layers = False, None
         logits: torch.Tensor = model(tokens, positions, mask)
         return logits
 
@@ -175,8 +225,10 @@ def main(root: Path) -> None:
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
         model, legacy = load(folder)
         loaded = {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-        same = loaded.keys() == legacy.keys() and all(torch.equal(loaded[n], legacy[n]) for n in loaded)
-        entry: dict[str, Any] = {"tensors": len(loaded), "torch_dist_is_legacy": same}
+        entry: dict[str, Any] = {"tensors": len(loaded)}
+        if legacy is not None:
+            same = loaded.keys() == legacy.keys() and all(torch.equal(loaded[n], legacy[n]) for n in loaded)
+            entry["torch_dist_is_legacy"] = same
         logits = forward(model, torch.load(folder / "tokens.pt"))
         if logits is not None:
             wanted = torch.load(folder / "logits.pt")

@@ -140,7 +140,7 @@ def build(case: Case) -> Any:
     return _model(case, config, p.is_pipeline_first_stage(), p.is_pipeline_last_stage()).to(torch.bfloat16)
 
 
-def _local_latent() -> None:
+def allow_local_latent() -> None:
     """Lets the local attention be made for latent attention, which gives it words that only Transformer
     Engine's knows.
 
@@ -405,7 +405,7 @@ def _rank(rank: int, out: str, names: list[str]) -> None:
     from safetensors.torch import save_file
 
     pretend()
-    _local_latent()
+    allow_local_latent()
     for name in names:
         case = CASES[name]
         parallel_state.initialize_model_parallel(

@@ -333,20 +333,29 @@ def test_one_number_without_arguments_may_be_either(whole: dict[str, torch.Tenso
     )
 
 
+def test_files_that_no_run_with_its_arguments_saves_are_refused(
+    whole: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    root = moe_maker.save_legacy(tmp_path / "ckpt", whole, (2, 1, 2), expert_tensor_parallel_size=1)
+    assert_refused(root, tmp_path / "out", "FS514", exit=2, message="separate tensor-parallel degree")
+
+
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "lost"),
     [
-        ({"expert_tensor_parallel_size": 1}, "separate tensor-parallel degree"),
-        ({"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size"),
-        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq"),
+        ({"moe_shared_expert_intermediate_size": 24}, "mlp.shared_experts.linear_fc2.weight"),
+        ({"moe_layer_freq": [0, 1]}, "mlp.linear_fc2.weight"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_read_is_refused_by_name(
-    changes: dict[str, Any], named: str, whole: dict[str, torch.Tensor], tmp_path: Path
+def test_what_the_arguments_promise_and_the_files_lack_is_missing(
+    changes: dict[str, Any], lost: str, whole: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     root = moe_maker.save_legacy(tmp_path / "ckpt", whole, (2, 1, 2), **changes)
-    assert_refused(root, tmp_path / "out", "FS514", exit=2, message=named)
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code in (1, 3) and not (tmp_path / "out").exists()
+    assert ran.having("FS102", tensor=f"decoder.layers.0.{lost}"), ran.out
+    assert cli("convert", root, tmp_path / "out", *TO_HF).code in (1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@ back."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import deepseek_maker
 import moe_maker
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import FIXTURES, cli, load_pt, read_result, sha256
+from helpers import FIXTURES, cli, edit_safetensors, load_pt, read_result, sha256
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -63,6 +65,128 @@ def test_qwen3_comes_back_with_its_logits(form: str, normalised: bool, tmp_path:
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert after.config.model_type == "qwen3_moe" and after.config.norm_topk_prob is normalised
     assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_parameters": deepseek_maker.YARN},
+        {"q_lora_rank": None},
+        {"first_k_dense_replace": 3, "n_shared_experts": 2},
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    ],
+    ids=["plain", "yarn", "queries", "dense", "one_group"],
+)
+def test_deepseek_comes_back_with_its_logits(form: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = deepseek_maker.model(**changes)
+    model.save_pretrained(tmp_path / "hf")
+    tp = 1 if form == "legacy-local" else 2
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (tp, 2, 4, 1))
+    ran = cli("verify", tmp_path / "megatron")
+    assert ran.code == 0, ran.out
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert after.config.model_type == "deepseek_v3"
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist", "torch_dist-local"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_layers_that_predict_further_tokens_come_back(form: str, depth: int, tmp_path: Path) -> None:
+    want = deepseek_maker.save_with_further_layers(tmp_path / "hf", depth)
+    # The last of several stages would have a copy of the embedding, in rank files.
+    pp = 1 if form == "legacy" else 2
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, pp, 2, 1))
+    ran = cli("verify", tmp_path / "megatron")
+    assert ran.code == 0, ran.out
+    args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
+    assert (args.num_layers, args.mtp_num_layers, args.moe_layer_freq) == (4, depth, [0, 1, 1, 1])
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), want)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (4, depth)
+
+
+def test_rank_files_of_stages_with_further_layers_are_refused(tmp_path: Path) -> None:
+    deepseek_maker.save_with_further_layers(tmp_path / "hf", 1)
+    command = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:legacy", "--pp", 2)
+    ran = cli(*command)
+    assert ran.code == 2 and ran.having("FS514", message="copy of the embedding")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_a_copy_in_a_further_layer_that_differs_is_not_lost(name: str, tmp_path: Path) -> None:
+    deepseek_maker.save_with_further_layers(tmp_path / "hf", 1)
+    assert cli("convert", tmp_path / "hf", tmp_path / "same", "--to", "megatron").code == 0
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"model.layers.4.{name}.weight"][7, 3] += 1
+
+    edit_safetensors(tmp_path / "hf/model.safetensors", change)
+    # Under names of its own it stays what it is; Megatron-LM has one embedding and one head.
+    assert cli("merge", tmp_path / "hf", tmp_path / "merged").code == 0
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 1 and not (tmp_path / "out").exists()
+    assert f"model.layers.4.{name}.weight" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"attention_bias": True}, "biases"),
+        ({"topk_group": 4}, "number of best experts"),
+        ({"norm_topk_prob": False}, "routing of experts"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"rope_parameters": deepseek_maker.YARN | {"attention_factor": 2.0}}, "attention_factor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_megatron_computes_otherwise_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    deepseek_maker.model(**changes).save_pretrained(tmp_path / "hf")
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2 and ran.having("FS514", message=named), ran.out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_dense_layers_lie_where_they_lay(form: str, tmp_path: Path) -> None:
+    model = moe_maker.qwen(3, mlp_only_layers=[1, 2], num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 2, 2, 1))
+    ran = cli("verify", tmp_path / "megatron")
+    assert ran.code == 0, ran.out
+    args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
+    assert args.moe_layer_freq == [1, 0, 0, 1] and args.moe_ffn_hidden_size == 24
+    convert(tmp_path / "megatron", tmp_path / "again", "legacy", (1, 1, 1, 1))
+    state = load_pt(tmp_path / "again/release/mp_rank_00/model_optim_rng.pt")["model"]
+    want = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(
+        state["decoder.layers.2.mlp.linear_fc2.weight"], want["model.layers.2.mlp.down_proj.weight"]
+    )
+    assert torch.equal(
+        state["decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight"],
+        want["model.layers.3.mlp.experts.3.down_proj.weight"],
+    )
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_each_file_of_deepseek_is_missed(form: str, tmp_path: Path) -> None:
+    deepseek_maker.model().save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 2, 2, 1))
+    (tmp_path / "megatron/fastshard.manifest.json").unlink()
+    for file in sorted((tmp_path / "megatron/release").rglob("*.*")):
+        if file.name in ("metadata.json", ".metadata"):
+            continue
+        content = file.read_bytes()
+        file.unlink()
+        ran = cli("convert", tmp_path / "megatron", tmp_path / "out", "--to", "hf", "--vocab-size", 250)
+        assert ran.code != 0 and not (tmp_path / "out").exists(), file
+        file.write_bytes(content)
 
 
 def test_rank_files_hold_what_megatron_core_holds(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ class Evidence:
     axes: Mapping[str, int] = field(default_factory=dict)
     #: What a table of the caller's own says of classes, by ``model_type``.
     classes: Mapping[str, ModelClass] = field(default_factory=dict)
+    #: Sets of positions by name: the axis and the positions, ascending.
+    sets: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
 
 
 class Dialect(Protocol):

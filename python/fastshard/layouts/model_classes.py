@@ -39,10 +39,25 @@ KEYS = frozenset(
         "use_sliding_window",
         "max_window_layers",
         "layer_types",
+        "n_routed_experts",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "num_nextn_predict_layers",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "rope_interleave",
     )
 )
 #: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
 WINDOWS = ("all", "named", "unknown")
+#: Functions by which a router scores experts.
+SCORES = ("softmax", "sigmoid")
 
 
 def _is_flag(value: Any) -> bool:
@@ -89,6 +104,8 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "qk_norm": ("true or false", _is_flag),
     "grouped": ("true or false", _is_flag),
     "biases": (f"a list of lists of {', '.join(PLACES)}", _are_biases),
+    "latent": ("true or false", _is_flag),
+    "scores": (f"one of {', '.join(SCORES)}", lambda value: value in SCORES),
     "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
     "scalings": ("a list of texts", _are_texts),
     "defaults": ("a table", _is_table),
@@ -121,6 +138,10 @@ class ModelClass:
     qk_norm: bool = False
     #: False where each head of queries has keys and values of its own.
     grouped: bool = True
+    #: Keys and values come from a latent that all heads share.
+    latent: bool = False
+    #: How the router of a mixture scores experts.
+    scores: str = "softmax"
     #: Each set of biases that it may have.
     biases: Sequence[Sequence[str]] = ((),)
     #: The layers that see a window only; None where attention takes no notice of one.

@@ -51,8 +51,16 @@ def _says(of: ModelClass) -> Says:
         biases=[_places(biases) for biases in of.biases],
         qk_norm=(of.qk_norm,),
         grouped=(False, True) if of.grouped else (False,),
+        further_layers=of.having("num_nextn_predict_layers"),
+        latent=(of.latent,),
         experts=of.experts,
         unnormalised=of.having("norm_topk_prob"),
+        scores=(of.scores,),
+        corrected=of.scores == "sigmoid",
+        grouped_experts=of.having("n_group"),
+        scaled_experts=of.having("routed_scaling_factor"),
+        shared_experts=of.having("n_shared_experts"),
+        dense_layers="first" if of.having("first_k_dense_replace") else "none",
     )
 
 
@@ -88,20 +96,32 @@ def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
     qkv, out, mlp, _ = model.biases
     facts = {"tied": model.tied, "head": not model.tied, "attention_bias": qkv}
     facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.qk_norm}
-    return facts | ({"stacked_experts": False, "shared_expert": False} if of.experts else {})
+    if of.latent:
+        facts["q_lora"] = model.latent_queries
+    if model.experts is not None:
+        shared = {"shared_experts": model.experts.shared, "shared_expert": model.experts.shared_gate}
+        facts |= {"stacked_experts": False, **shared}
+    return facts
 
 
-def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
+def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
     """Return sizes by the axes of a table, as ``config.json`` names them."""
-    return {
+    heads = axes["a"] if "a" in axes else axes["g"] * axes.get("r", 1)
+    sizes = {
         "vocab_size": axes["V"],
         "hidden_size": axes["H"],
-        "intermediate_size": axes["F"],
-        "num_hidden_layers": axes["L"],
-        "num_attention_heads": axes["g"] * axes.get("r", 1),
-        "num_key_value_heads": axes["g"],
-        "head_dim": axes["d"],
+        "intermediate_size": axes.get("F"),
+        "num_hidden_layers": axes["L"] - further_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": axes.get("g", heads),
+        "head_dim": axes.get("d"),
+        "q_lora_rank": axes.get("Q"),
+        "kv_lora_rank": axes.get("K"),
+        "qk_nope_head_dim": axes.get("nope"),
+        "qk_rope_head_dim": axes.get("rope"),
+        "v_head_dim": axes.get("vd"),
     }
+    return {key: size for key, size in sizes.items() if size is not None}
 
 
 def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -111,7 +131,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
-    values = _sizes(axes) | {
+    values = _sizes(axes, model.further_layers) | {
         "hidden_act": model.activation,
         "tie_word_embeddings": model.tied,
         "use_cache": True,
@@ -128,13 +148,24 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         "mlp_bias": model.biases[2],
         "rope_scaling": {**model.rope.scaling, "rope_type": model.rope.kind} if scaled else None,
     }
-    if model.experts is not None:
+    if (experts := model.experts) is not None:
+        size = axes["M"] if "M" in axes else axes["F"]
         values |= {
             "num_local_experts": axes["E"],
             "num_experts": axes["E"],
-            "num_experts_per_tok": model.experts.best,
-            "moe_intermediate_size": axes["F"],
-            "norm_topk_prob": model.experts.normalised,
+            "n_routed_experts": axes["E"],
+            "n_shared_experts": axes.get("S", 0) // size,
+            "num_experts_per_tok": experts.best,
+            "moe_intermediate_size": size,
+            "norm_topk_prob": experts.normalised,
+            "n_group": experts.groups,
+            "topk_group": experts.best_groups,
+            "routed_scaling_factor": experts.scale,
+            "first_k_dense_replace": len(experts.dense_layers),
+            "num_nextn_predict_layers": model.further_layers,
+            # A model without dense layers has no size for them.
+            "intermediate_size": values.get("intermediate_size", size),
+            "rope_interleave": True,
         }
     return values | {
         "sliding_window": model.window,
@@ -236,11 +267,14 @@ class HuggingFace:
             biases=_biases(evidence.facts, of),
             qk_norm=evidence.facts.get("qk_norm", False),
             grouped=evidence.axes.get("r", 1) > 1,
+            further_layers=len(evidence.sets["mtp"][1]) if "mtp" in evidence.sets else 0,
+            latent=of.latent,
+            latent_queries=of.latent and evidence.facts.get("q_lora", False),
             tied=evidence.facts.get("tied", False),
-            experts=_experts(settings, of, evidence.facts),
+            experts=_experts(settings, of, evidence),
             max_positions=whole_number(settings, "max_position_embeddings", 2048),
             kin=kind,
-            others=(*some, *several, *strange),
+            others=(*some, *several, *strange, *_besides(settings, of)),
             words=_WORDS | {"eps": eps},
             config=values,
         )
@@ -256,12 +290,31 @@ def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool
     return qkv, out, mlp, last
 
 
-def _experts(config: Mapping[str, Any], of: ModelClass, facts: Mapping[str, bool]) -> Experts | None:
+def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> Experts | None:
     if not of.experts:
         return None
     normalised = not of.having("norm_topk_prob") or bool(config.get("norm_topk_prob"))
-    best = whole_number(config, "num_experts_per_tok", 1)
-    return Experts(best, normalised, shared=facts.get("shared_expert", False))
+    return Experts(
+        whole_number(config, "num_experts_per_tok", 1),
+        normalised,
+        scores=of.scores,
+        correction=of.scores == "sigmoid",
+        groups=whole_number(config, "n_group", 1) if of.having("n_group") else 1,
+        best_groups=whole_number(config, "topk_group", 1) if of.having("topk_group") else 1,
+        scale=positive_number(config, "routed_scaling_factor", 1.0)
+        if of.having("routed_scaling_factor")
+        else 1.0,
+        shared=any(evidence.facts.get(fact, False) for fact in ("shared_expert", "shared_experts")),
+        shared_gate=evidence.facts.get("shared_expert", False),
+        dense_layers=tuple(evidence.sets["dense"][1]) if "dense" in evidence.sets else (),
+    )
+
+
+def _besides(config: Mapping[str, Any], of: ModelClass) -> list[Lack]:
+    """List what a class computes that no other framework has words for."""
+    if of.having("rope_interleave") and config.get("rope_interleave") is False:
+        return [Lack("rope_interleave", "true: pairs lie side by side", "false")]
+    return []
 
 
 def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:

@@ -36,7 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (),
     "activation_func_clamp_value": (),
     "glu_linear_offset": (0,),
-    "mtp_num_layers": (0,),
     "experimental_attention_variant": (),
     "linear_attention_type": (),
     "hybrid_override_pattern": (),
@@ -51,7 +50,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         "is_hybrid_model",
         "layernorm_zero_centered_gamma",
         "moe_router_force_load_balancing",
-        "multi_latent_attention",
         "qk_l2_norm",
         "quick_geglu",
         "retro_add_retriever",
@@ -74,6 +72,15 @@ _WORDS = {
     "experts": "num_experts",
     "eps": "norm_epsilon",
     "experts.normalised": "moe_router_pre_softmax",
+    "experts.scores": "moe_router_score_function",
+    "experts.correction": "moe_router_enable_expert_bias",
+    "experts.groups": "moe_router_num_groups",
+    "experts.scale": "moe_router_topk_scaling_factor",
+    "experts.shared": "moe_shared_expert_intermediate_size",
+    "experts.shared_gate": "moe_shared_expert_gate",
+    "experts.dense_layers": "moe_layer_freq",
+    "latent": "multi_latent_attention",
+    "further_layers": "mtp_num_layers",
 }
 #: Settings of the model by their names in :func:`.read_settings`, as arguments.
 _OF_CONFIG = {
@@ -90,6 +97,33 @@ _OF_CONFIG = {
     "experts": "num_experts",
     "best_experts": "moe_router_topk",
 }
+#: What a mixture of experts and attention over a latent hang on besides.
+_OF_EXPERTS = (
+    "mtp_num_layers",
+    "moe_layer_freq",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+_OF_LATENT = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 #: The argument of a model whose head is not tied.
 UNTIED = "untie_embeddings_and_output_weights"
 #: Arguments that are settings of the model, and not of how it is run.
@@ -108,6 +142,8 @@ SETTINGS = frozenset(
         "position_embedding_type",
         "moe_router_pre_softmax",
         UNTIED,
+        *_OF_EXPERTS,
+        *_OF_LATENT,
     }
 )
 _NONE = (False, False, False, False)
@@ -128,11 +164,46 @@ LLAMA = Says(
 MIXTRAL = replace(
     LLAMA,
     kind="Mixtral",
-    families=("mixtral", "qwen_moe"),
+    families=("mixtral", "qwen_moe", "qwen2_moe"),
     biases=_ATTENTION_BIASES,
     experts=True,
     unnormalised=True,
+    dense_layers="any",
 )
+#: The same with attention over a latent. Only softmax has weights that do not add up to 1.
+#: source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
+DEEPSEEK = replace(
+    MIXTRAL,
+    kind="DeepSeek",
+    families=("deepseek_v3",),
+    scalings=("default", "yarn"),
+    fixed=(),
+    shares=(1.0,),
+    window=False,
+    biases=(_NONE,),
+    qk_norm=(False,),
+    latent=(True,),
+    unnormalised=False,
+    scores=("sigmoid",),
+    corrected=True,
+    grouped_experts=True,
+    scaled_experts=True,
+    shared_experts=True,
+    further_layers=True,
+)
+#: Of each group as many experts count as these are together, and transformers counts two.
+#: source: group_limited_topk there; transformers models/deepseek_v3 (DeepseekV3TopkRouter)
+_BEST_IN_GROUP = 2
+#: What transformers' and Megatron's norms of latents have in common: the former take their own default.
+#: source: transformers models/deepseek_v3 (DeepseekV3Attention: q_a_layernorm, kv_a_layernorm)
+_LATENT_EPS = 1e-6
+#: What YaRN hangs on, by transformers' keys: Megatron's arguments and the value where config.json has none.
+_YARN: dict[str, tuple[str, float | None]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+}
 
 
 class Megatron:
@@ -164,16 +235,16 @@ class Megatron:
         gated = facts.get("gated")
         window, some = window_of(values)
         rope = Rope(real("rope.base", "rotary_base", 10000), real("rope.share", "rotary_percent", 1.0))
-        if _flag(values, "use_rope_scaling"):
+        latent = _flag(values, "multi_latent_attention")
+        if latent:
+            rope, unlike = _read_rope_of_latent(values, rope)
+            some = [*some, *unlike]
+        elif _flag(values, "use_rope_scaling"):
             factor = real("rope.scaling", "rope_scaling_factor", 8.0)
             rope = Rope(rope.base, rope.share, "llama3", {"factor": factor, **LLAMA3_SCALING})
         # source: transformer_config.py, moe_router_topk = 2
-        experts = (
-            Experts(whole("experts.best", "moe_router_topk", 2), _normalised(values))
-            if facts["moe"]
-            else None
-        )
-        return Model(
+        experts = _read_experts(values, whole("experts.best", "moe_router_topk", 2)) if facts["moe"] else None
+        model = Model(
             framework=self.name,
             family=evidence.family,
             norm=norm,
@@ -188,6 +259,9 @@ class Megatron:
             biases=(qkv, linear, linear, linear),
             qk_norm=facts["qk_norm"],
             grouped=evidence.axes.get("r", 1) > 1,
+            further_layers=count_further_layers(values),
+            latent=latent,
+            latent_queries=latent and values.get("q_lora_rank") is not None,
             tied=facts["tied"],
             experts=experts,
             max_positions=whole("max_positions", "max_position_embeddings", 4096),
@@ -195,6 +269,7 @@ class Megatron:
             words=_WORDS,
             assumed=assumed,
         )
+        return replace(model, others=(*model.others, *_lacks_of_mixture(model)))
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
         """Return arguments that describe the model, and the assumptions; those of the run are left out.
@@ -213,13 +288,10 @@ class Megatron:
         qkv, linear, *_ = model.biases
         positions = model.max_positions or 2048
         out: dict[str, Any] = {
-            "num_layers": axes["L"],
+            "num_layers": axes.get("L in main", axes["L"]),
             "hidden_size": axes["H"],
-            "ffn_hidden_size": axes["F"],
-            "num_attention_heads": axes["g"] * axes["r"],
-            "group_query_attention": axes["r"] > 1,
-            "num_query_groups": axes["g"],
-            "kv_channels": axes["d"],
+            "ffn_hidden_size": axes["F"] if "F" in axes else axes["M"],
+            **(_write_latent(model, axes) if model.latent else _write_heads(model, axes)),
             "max_position_embeddings": positions,
             "seq_length": positions,
             "swiglu": True,
@@ -228,38 +300,103 @@ class Megatron:
             "apply_layernorm_1p": False,
             "add_bias_linear": linear,
             "add_qkv_bias": qkv and not linear,
-            "qk_layernorm": model.qk_norm,
             UNTIED: not model.tied,
             "position_embedding_type": "rope",
             "rotary_base": int(model.rope.base or 10000),
             "rotary_percent": model.rope.share,
             "rotary_interleaved": False,
-            "use_rope_scaling": model.rope.kind == "llama3",
             "hidden_dropout": 0.0,
             "attention_dropout": (model.config or {}).get("attention_dropout", 0.0),
             "tokenizer_type": "HuggingFaceTokenizer",
         }
-        if model.rope.kind == "llama3":
-            # transformers has no default for it.
-            scaling = {"factor": None, **model.rope.scaling}
-            out["rope_scaling_factor"] = config_fields.positive_number(scaling, "factor", 8.0)
         if model.window is not None:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (model.window - 1, 0)
         written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
         if model.experts is not None:
             written.append("experts.best")
-            out |= {
-                "num_experts": axes["E"],
-                "moe_ffn_hidden_size": axes["F"],
-                "moe_layer_freq": 1,
-                "moe_router_topk": model.experts.best,
-                "moe_router_score_function": "softmax",
-                "moe_router_pre_softmax": not model.experts.normalised,
-                "moe_router_enable_expert_bias": False,
-                "moe_shared_expert_intermediate_size": None,
-            }
+            out |= _write_experts(model.experts, axes)
         return out, model.list_assumptions(*written, file=file)
+
+
+def _write_heads(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of attention whose heads have keys and values of their own, or share them."""
+    out: dict[str, Any] = {
+        "num_attention_heads": axes["g"] * axes["r"],
+        "group_query_attention": axes["r"] > 1,
+        "num_query_groups": axes["g"],
+        "kv_channels": axes["d"],
+        "qk_layernorm": model.qk_norm,
+        "use_rope_scaling": model.rope.kind == "llama3",
+    }
+    if model.rope.kind == "llama3":
+        # transformers has no default for it.
+        scaling = {"factor": None, **model.rope.scaling}
+        out["rope_scaling_factor"] = config_fields.positive_number(scaling, "factor", 8.0)
+    return out
+
+
+def _write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of attention over a latent.
+
+    Without YaRN the factor of its scaling is 1: it counts for the softmax all the same.
+    source: megatron/core/transformer/multi_latent_attention.py (softmax_scale)
+    """
+    out: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "num_attention_heads": axes["a"],
+        "group_query_attention": False,
+        "num_query_groups": axes["a"],
+        "kv_channels": axes["vd"],
+        "q_lora_rank": axes["Q"] if model.latent_queries else None,
+        "kv_lora_rank": axes["K"],
+        "qk_head_dim": axes["nope"],
+        "qk_pos_emb_head_dim": axes["rope"],
+        "v_head_dim": axes["vd"],
+        "qk_layernorm": True,
+        "use_rope_scaling": False,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    if model.rope.kind == "yarn":
+        scaling = {
+            "factor": None,
+            "original_max_position_embeddings": model.max_positions,
+            **model.rope.scaling,
+        }
+        out["rope_type"] = "yarn"
+        for key, (argument, default) in _YARN.items():
+            out[argument] = config_fields.positive_number(scaling, key, default or 1.0)
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            for key in ("mscale", "mscale_all_dim"):
+                out[key] = config_fields.positive_number(scaling, key, 1.0)
+    return out
+
+
+def _write_experts(experts: Experts, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of a mixture of experts."""
+    layers = axes.get("L in main", axes["L"])
+    dense = [layer for layer in experts.dense_layers if layer < layers]
+    out: dict[str, Any] = {
+        "num_experts": axes["E"],
+        "moe_ffn_hidden_size": axes["M"] if "M" in axes else axes["F"],
+        "moe_layer_freq": [int(layer not in dense) for layer in range(layers)] if dense else 1,
+        "moe_router_topk": experts.best,
+        "moe_router_score_function": experts.scores,
+        "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,
+        "moe_router_enable_expert_bias": experts.correction,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1 else experts.scale,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.best_groups if experts.groups > 1 else None,
+        "moe_shared_expert_intermediate_size": axes["S"] if experts.shared else None,
+        "mtp_num_layers": axes["L"] - layers or None,
+    }
+    if experts.scores == "sigmoid":
+        # transformers scores in float32.
+        out["moe_router_dtype"] = "fp32"
+    return out
 
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
@@ -315,6 +452,65 @@ def size(args: Mapping[str, Any], key: str) -> int | None:
     return config_fields.count(args, key, _LABEL)
 
 
+def count_further_layers(args: Mapping[str, Any]) -> int:
+    """Count the layers that predict further tokens.
+
+    Raises:
+        FastshardError: ``FS211`` if the argument is not a number of layers.
+    """
+    return size(args, "mtp_num_layers") or 0 if args.get("mtp_num_layers") else 0
+
+
+def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """List the layers of a mixture that have experts, and those that have none.
+
+    source: megatron/core/models/gpt/gpt_layer_specs.py (get_gpt_decoder_layer_specs)
+
+    Raises:
+        FastshardError: ``FS211`` if the arguments state no pattern of all layers.
+    """
+    layers, every = size(args, "num_layers"), args.get("moe_layer_freq")
+    every = 1 if every is None else every
+    if layers is None:
+        raise refused(f"{_LABEL}num_layers", "a positive integer", None)
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        pattern = [int(layer % every == 0) for layer in range(layers)]
+    elif isinstance(every, list) and len(every) == layers and all(one in (0, 1) for one in every):
+        pattern = every
+    else:
+        raise refused(f"{_LABEL}moe_layer_freq", f"a number, or {layers} times 0 or 1", every)
+    return [n for n, one in enumerate(pattern) if one], [n for n, one in enumerate(pattern) if not one]
+
+
+def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
+    """Return the extents of the axes of the table for layers that differ, as far as the arguments state them.
+
+    Raises:
+        FastshardError: ``FS211`` for a value that is not a size.
+    """
+    axes = axes_of(args, False)
+    latent = _flag(args, "multi_latent_attention")
+    if "L" in axes:
+        axes["L"] += count_further_layers(args)
+    further = {
+        "J": axes.get("H"),
+        "E": size(args, "num_experts"),
+        "M": size(args, "moe_ffn_hidden_size") or axes.get("F"),
+        "S": size(args, "moe_shared_expert_intermediate_size"),
+    }
+    if latent:
+        axes = {axis: extent for axis, extent in axes.items() if axis not in ("g", "r", "d")}
+        further |= {
+            "a": size(args, "num_attention_heads"),
+            "Q": size(args, "q_lora_rank"),
+            "K": size(args, "kv_lora_rank"),
+            "nope": size(args, "qk_head_dim"),
+            "rope": size(args, "qk_pos_emb_head_dim"),
+            "vd": size(args, "v_head_dim"),
+        }
+    return axes | {axis: extent for axis, extent in further.items() if extent is not None}
+
+
 def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
     """Return the extents of the tables' axes that the arguments state, to be checked against the tensors.
 
@@ -346,7 +542,9 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL], model)
+    unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL, DEEPSEEK], model)
+    if lacking := [*_lacks_of_mixture(model), *_lacks_of_yarn(model.rope)]:
+        raise unsupported.refused("Megatron-LM", DEEPSEEK if model.latent else MIXTRAL, lacking)
 
 
 def facts_of(model: Model) -> dict[str, bool]:
@@ -359,7 +557,47 @@ def facts_of(model: Model) -> dict[str, bool]:
         "qk_norm": model.qk_norm,
         "gated": True,
         "moe": model.experts is not None,
+        "mla": model.latent,
+        "q_lora": model.latent_queries,
+        "router_correction": model.experts is not None and model.experts.correction,
+        "shared_experts": model.experts is not None and model.experts.shared,
+        "shared_gate": False,
     }
+
+
+def _lacks_of_mixture(model: Model) -> list[Lack]:
+    """List what transformers and Megatron-LM compute each in its own way."""
+    experts, lacking = model.experts, []
+    if experts is not None and experts.groups > 1 and experts.best // experts.best_groups != _BEST_IN_GROUP:
+        got = f"{experts.best} of {experts.best_groups} groups"
+        lacking.append(Lack("number of best experts", f"{_BEST_IN_GROUP} for each group", got))
+    if experts is not None and experts.scores == "sigmoid" and experts.best == 1:
+        lacking.append(Lack("number of best experts", "2 or more: the weight of one is not made 1", "1"))
+    if model.latent and model.eps not in (None, _LATENT_EPS):
+        expected = f"{_LATENT_EPS}, which transformers' norms of latents have"
+        lacking.append(Lack(model.word("eps"), expected, f"{model.eps}"))
+    return lacking
+
+
+def _lacks_of_yarn(rope: Rope) -> list[Lack]:
+    """List what a scaled rotary embedding of a latent has and Megatron-LM's lacks.
+
+    source: megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py; transformers
+    modeling_rope_utils.py (_compute_yarn_parameters)
+    """
+    if rope.kind != "yarn":
+        return []
+    known = {*_YARN, "mscale", "mscale_all_dim", "rope_type", "type", "rope_theta", "truncate"}
+    lacking = [
+        Lack(f"rope_scaling ({key})", "none", shown(rope.scaling[key]))
+        for key in sorted(rope.scaling.keys() - known)
+    ]
+    every, some = rope.scaling.get("mscale_all_dim"), rope.scaling.get("mscale")
+    if bool(every) and not some:
+        lacking.append(Lack("rope_scaling (mscale)", "a number beside mscale_all_dim", "none"))
+    if rope.scaling.get("truncate", True) is not True:
+        lacking.append(Lack("rope_scaling (truncate)", "true", shown(rope.scaling["truncate"])))
+    return lacking
 
 
 def _real(args: Mapping[str, Any], key: str, default: float) -> float:
@@ -440,15 +678,61 @@ def _normalised(args: Mapping[str, Any]) -> bool:
     return not args.get("moe_router_pre_softmax")
 
 
+def _read_experts(args: Mapping[str, Any], best: int) -> Experts:
+    """Return the mixture of experts that the arguments state.
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    scores = str(args.get("moe_router_score_function") or "softmax")
+    groups = size(args, "moe_router_num_groups") if args.get("moe_router_group_topk") else None
+    return Experts(
+        best,
+        normalised=best > 1 if scores == "sigmoid" else _normalised(args),
+        scores=scores,
+        correction=_flag(args, "moe_router_enable_expert_bias"),
+        groups=groups or 1,
+        best_groups=size(args, "moe_router_group_topk") or 1 if groups else 1,
+        scale=_real(args, "moe_router_topk_scaling_factor", 1.0),
+        shared=args.get("moe_shared_expert_intermediate_size") is not None,
+        shared_gate=bool(args.get("moe_shared_expert_gate")),
+        dense_layers=tuple(list_layers(args)[1]) if args.get("moe_layer_freq") not in (None, 1) else (),
+    )
+
+
+def _read_rope_of_latent(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
+    """Return the rotary embedding of attention over a latent, and what no other framework has of it.
+
+    source: megatron/core/transformer/multi_latent_attention.py, transformer_config.py (MLATransformerConfig)
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    kind = str(args.get("rope_type") or "yarn")
+    factor, every = _real(args, "rotary_scaling_factor", 40.0), args.get("mscale_all_dim") or 0.0
+    some = _real(args, "mscale", 1.0)
+    if kind != "yarn":
+        lacking = [] if kind == "rope" else [Lack("rope_type", "rope | yarn", kind[:80])]
+        if every and factor > 1:
+            lacking.append(Lack("mscale_all_dim", "0 without YaRN", f"{every}"))
+        return rope, lacking
+    scaling = {
+        "factor": factor,
+        "original_max_position_embeddings": _real(args, "original_max_position_embeddings", 4096),
+        "beta_fast": _real(args, "beta_fast", 32.0),
+        "beta_slow": _real(args, "beta_slow", 1.0),
+    }
+    if every:
+        scaling |= {"mscale": some, "mscale_all_dim": _real(args, "mscale_all_dim", 0.0)}
+    lacking = [] if every or some == 1 else [Lack("mscale", "1 without mscale_all_dim", f"{some}")]
+    return Rope(rope.base, rope.share, "yarn", scaling), lacking
+
+
 def _routing(args: Mapping[str, Any]) -> list[Lack]:
-    """List routing features that other frameworks lack: they take a softmax and the best k."""
+    """List routing features that other frameworks lack."""
     kinds = args.get("moe_router_load_balancing_type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     checks = [
-        ("moe_router_score_function", "softmax", args.get("moe_router_score_function") or "softmax"),
-        ("moe_router_enable_expert_bias", "False", bool(args.get("moe_router_enable_expert_bias"))),
-        ("moe_router_topk_scaling_factor", "None", args.get("moe_router_topk_scaling_factor")),
-        ("moe_router_num_groups", "None", args.get("moe_router_num_groups")),
         ("moe_apply_probs_on_input", "False", bool(args.get("moe_apply_probs_on_input"))),
         ("moe_expert_capacity_factor", "None", args.get("moe_expert_capacity_factor")),
         (

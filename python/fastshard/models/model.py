@@ -38,14 +38,27 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in every layer."""
+    """A mixture of experts, in all layers but the dense ones."""
 
     #: Experts that a token goes through.
     best: int
     #: The weights of these add up to 1.
     normalised: bool = True
+    #: How experts are scored: ``softmax`` or ``sigmoid``.
+    scores: str = "softmax"
+    #: Each expert has a bias that is added to its score for the choice alone.
+    correction: bool = False
+    #: Groups of experts, and the number of groups among whose experts the best are chosen.
+    groups: int = 1
+    best_groups: int = 1
+    #: The weights are multiplied by this.
+    scale: float = 1.0
     #: Further experts that every token goes through.
     shared: bool = False
+    #: What these give is weighed for each token.
+    shared_gate: bool = False
+    #: Layers without experts, ascending.
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,12 @@ class Model:
     qk_norm: bool = False
     #: Several heads of queries share keys and values.
     grouped: bool = False
+    #: Layers after the others that predict further tokens.
+    further_layers: int = 0
+    #: Keys and values come from a latent that all heads share.
+    latent: bool = False
+    #: Queries come from a latent, too.
+    latent_queries: bool = False
     tied: bool = False
     experts: Experts | None = None
     max_positions: int | None = None
@@ -147,7 +166,8 @@ def read_model(source: Source) -> Model:
             f"no words are known for {source.called}: its tensors can be merged, not converted",
         )
     own = {} if source.binding.own_table is None else model_classes.of_table(source.binding.own_table)
-    evidence = Evidence(description.family or "", source.binding.facts, source.binding.axes, own)
+    binding = source.binding
+    evidence = Evidence(description.family or "", binding.facts, binding.axes, own, binding.sets)
     read = description.dialect.read(description.config or {}, evidence)
     assert isinstance(read, Model)
     return read

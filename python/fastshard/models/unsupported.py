@@ -46,9 +46,23 @@ class Says:
     biases: Collection[tuple[bool, bool, bool, bool]] = (_NONE,)
     qk_norm: Collection[bool] = (False,)
     grouped: Collection[bool] = (False, True)
+    #: Layers after the others may predict further tokens.
+    further_layers: bool = False
+    #: Keys and values may come from a latent that all heads share.
+    latent: Collection[bool] = (False,)
     #: True for mixtures of experts; and whether the weights of the best may be left as they are.
     experts: bool = False
     unnormalised: bool = False
+    #: How experts may be scored, and whether each has a bias for the choice.
+    scores: Collection[str] = ("softmax",)
+    corrected: bool = False
+    #: Experts may be chosen among those of the best groups; their weights may be scaled; further experts may
+    #: see every token.
+    grouped_experts: bool = False
+    scaled_experts: bool = False
+    shared_experts: bool = False
+    #: Layers that may have no experts: ``none``, the ``first`` ones, or ``any``.
+    dense_layers: str = "none"
 
     def lacks(self, model: Model) -> list[Lack]:
         """List what a model has and this kind lacks."""
@@ -68,6 +82,9 @@ class Says:
             yield Lack(
                 model.word("parallel", "parallel residual"), _either(self.parallel), _flag(model.parallel)
             )
+        if model.further_layers and not self.further_layers:
+            word = model.word("further_layers", "number of layers that predict further tokens")
+            yield Lack(word, "none", str(model.further_layers))
         if model.biases not in self.biases:
             expected = " | ".join(sorted({_places(biases) for biases in self.biases}))
             yield Lack(model.word("biases", "set of biases"), expected, _places(model.biases))
@@ -94,6 +111,10 @@ class Says:
         if model.qk_norm not in self.qk_norm:
             word = model.word("qk_norm", "norm of queries and keys")
             yield Lack(word, _either(self.qk_norm), _flag(model.qk_norm))
+        if model.latent not in self.latent:
+            word = model.word("latent", "kind of attention")
+            kinds = {False: "keys and values of heads", True: "keys and values from a latent (MLA)"}
+            yield Lack(word, " | ".join(kinds[one] for one in self.latent), kinds[model.latent])
         if model.grouped not in self.grouped:
             word = model.word("grouped", "grouping of heads")
             yield Lack(word, "as many heads of keys as of queries", "fewer")
@@ -106,9 +127,32 @@ class Says:
         elif experts is not None and not experts.normalised and not self.unnormalised:
             word = model.word("experts.normalised", "routing of experts")
             yield Lack(word, "weights of the best experts that add up to 1", "weights as they are")
-        if experts is not None and experts.shared and self.experts:
-            word = model.word("experts.shared", "kind of experts")
-            yield Lack(word, "no shared experts", "shared experts")
+        if experts is None or not self.experts:
+            return
+        if experts.scores not in self.scores:
+            word = model.word("experts.scores", "scores of experts")
+            yield Lack(word, " | ".join(self.scores), experts.scores)
+        for has, may_have, field, expected, got in (
+            (experts.correction, self.corrected, "correction", "no bias for the choice of experts", "a bias"),
+            (experts.groups > 1, self.grouped_experts, "groups", "one group of experts", "several"),
+            (
+                experts.scale != 1,
+                self.scaled_experts,
+                "scale",
+                "weights of experts as they are",
+                "scaled ones",
+            ),
+            (experts.shared, self.shared_experts, "shared", "no shared experts", "shared experts"),
+            (experts.shared_gate, False, "shared_gate", "no gate of shared experts", "a gate"),
+        ):
+            if has and not may_have:
+                yield Lack(model.word(f"experts.{field}", "kind of experts"), expected, got)
+        dense = experts.dense_layers
+        are_first = dense == tuple(range(len(dense)))
+        if dense and (self.dense_layers == "none" or (self.dense_layers == "first" and not are_first)):
+            expected = "none" if self.dense_layers == "none" else "the first layers"
+            got = ", ".join(map(str, dense))[:80]
+            yield Lack(model.word("experts.dense_layers", "set of layers without experts"), expected, got)
 
 
 def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:

@@ -18,6 +18,7 @@ from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, replace
 from ..common.target_options import EP, ETP, MULTIPLE, PP, TP
 from ..common.topology import Topology
+from ..layouts import megatron_mixed
 from ..layouts.declaration import Source
 from ..models import megatron
 from . import megatron_args
@@ -31,13 +32,28 @@ from .request import Request
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128
 _LAYERS = "decoder.layers."
+#: Layers that predict further tokens, and the block in each.
+_FURTHER, _FURTHER_BLOCK = "mtp.layers.", "transformer_layer."
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_LATENT_NORMS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
 #: Linear layers keep what Transformer Engine needs for FP8 beside their weights: nothing, here.
-_LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv")
-_MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
-_HAVE_STATE = {"output_layer", *(name.rpartition(".")[2] for name in (*_LINEARS, *_MLP_LINEARS))}
+_LINEARS = {
+    "linear_proj",
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "eh_proj",
+}
 _ATTENTION = "self_attention.core_attention"
 _EXPERTS = "mlp.experts."
 _LOCAL_EXPERTS = f"{_EXPERTS}local_experts."
@@ -120,12 +136,33 @@ class MegatronTarget(TrainerTarget):
         grouped = not is_chunked and not is_local and bool(args.get("moe_grouped_gemm"))
         facts |= {"experts_sequential": not grouped, "experts_grouped": grouped}
         facts |= {"experts_flat": False, "experts_stacked": False}
-        return cls(source, name, topology, multiple or _VOCAB_MULTIPLE, facts, model, is_local=is_local)
+        layout = "megatron.legacy"
+        if model is None:
+            layout = megatron_mixed.NAME if source.binding.layout == megatron_mixed.NAME else layout
+        elif model.latent or (model.experts and (model.experts.shared or model.experts.dense_layers)):
+            layout = megatron_mixed.NAME
+        if is_local and not is_chunked and facts.get("mla") and topology.tp > 1:
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                "rank files of the local modules, which divide the latents' rows over --tp",
+                expected="--tp 1",
+                got=f"--tp {topology.tp}",
+                help="choose the names of Transformer Engine, or the form that serves all degrees",
+                run=["--to megatron:legacy", "--to megatron:torch_dist-local"],
+            )
+        return cls(
+            source, name, topology, multiple or _VOCAB_MULTIPLE, facts, model, layout, is_local=is_local
+        )
 
     @property
     def is_chunked(self) -> bool:
         """True for torch_dist, where ranks hold chunks of the full tensors."""
         return self.name.startswith("megatron:torch_dist")
+
+    @property
+    def is_latent(self) -> bool:
+        """True for attention over a latent."""
+        return self.facts.get("mla", False)
 
     @property
     def is_mixture(self) -> bool:
@@ -135,6 +172,8 @@ class MegatronTarget(TrainerTarget):
     def form(self) -> Form:
         """Return the form of the result."""
         form = replace(super().form(), chunks=self.is_chunked)
+        if self.layout == megatron_mixed.NAME:
+            form = replace(form, table=megatron_mixed.table())
         if not self.is_mixture:
             return form
         topology = self.topology
@@ -143,7 +182,7 @@ class MegatronTarget(TrainerTarget):
 
     def complete(self, bound: Bound) -> Completed:
         """Return the files of each rank, the tracker, and assumptions in the arguments."""
-        layers, pp = bound.axes["L"], self.topology.pp
+        layers, pp = _count_layers(bound), self.topology.pp
         if layers % pp:
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
             raise FastshardError.of(
@@ -152,6 +191,16 @@ class MegatronTarget(TrainerTarget):
                 tensor="decoder.layers.{L}",
                 expected=f"--pp {fits}",
                 got=f"{layers} layers over --pp {pp}",
+            )
+        if bound.axes["L"] > layers and pp > 1 and not self.is_chunked:
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                "rank files of several stages with layers that predict further tokens: the last stage has "
+                "a copy of the embedding",
+                expected="--pp 1",
+                got=f"--pp {pp}",
+                help="choose the form that serves all degrees, or leave these layers out",
+                run=["--to megatron:torch_dist"],
             )
         args, findings = self._args(bound)
         # Without an iteration it is a release: what other tools convert to, loaded at iteration 0.
@@ -174,32 +223,29 @@ class MegatronTarget(TrainerTarget):
 
     def _stage(self, name: str, layer: int | None, layers: int) -> int:
         """Return the pipeline stage of a tensor."""
-        if layer is not None:
+        if layer is not None and layer < layers:
             return self.topology.stage(layer, layers)
         return 0 if name == _EMBEDDING else self.topology.pp - 1
 
-    @property
-    def _norms(self) -> dict[str, str]:
-        """Norms that are parts of the linear layers which follow them, by the beginning of their names.
+    def _fused(self, inside: str, has_experts: bool) -> str:
+        """Return a tensor's name within its layer, with norms as parts of linear layers.
 
-        In torch_dist they are that always, in rank files with Transformer Engine. Its layer of experts
-        has a norm of its own.
+        In torch_dist they are that in all layers of heads, in rank files with Transformer Engine. Its layers
+        of experts have a norm of their own, and so has its attention over a latent.
         source: megatron/core/models/gpt/gpt_layer_specs.py (sharded_state_dict_keys_map)
         """
-        if self.is_local and not self.is_chunked:
-            return {}
-        is_apart = self.is_mixture and not self.is_local
-        return _ATTENTION_NORM if is_apart else _ATTENTION_NORM | _MLP_NORM
-
-    def _fused(self, inside: str) -> str:
-        """Return a tensor's name within its layer, with norms as parts of linear layers."""
-        for norm, fused in self._norms.items():
+        if self.is_local:
+            norms = {} if self.is_latent or not self.is_chunked else _ATTENTION_NORM | _MLP_NORM
+        else:
+            norms = _LATENT_NORMS if self.is_latent else _ATTENTION_NORM
+            norms = norms if has_experts else norms | _MLP_NORM
+        for norm, fused in norms.items():
             if inside.startswith(norm):
                 return fused + inside.removeprefix(norm)
         return inside
 
     def _rank_files(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
-        topology, layers = self.topology, bound.axes["L"]
+        topology, layers = self.topology, _count_layers(bound)
         ranks = topology.list_file_ranks() if self.is_mixture else [{"tp": n} for n in range(topology.tp)]
         by_stage: list[list[tuple[str, Drafted]]] = [[] for _ in range(topology.pp)]
         for name, tensor in _ordered(bound.tensors):
@@ -207,7 +253,7 @@ class MegatronTarget(TrainerTarget):
         files: list[_core.PlacedFile] = []
         for stage, tensors in enumerate(by_stage):
             for coords in ranks:
-                state = tree({**common, "model": self._rank_state(tensors, coords, bound.axes)})
+                state = tree({**common, "model": self._rank_state(tensors, coords, layers, bound)})
                 path = f"{folder}/{self._folder(coords, stage)}/model_optim_rng.pt"
                 files.append({"name": path, "coords": coords, "content": {"torch_zip": state}})
         return files
@@ -222,59 +268,74 @@ class MegatronTarget(TrainerTarget):
         return f"mp_rank_{coords['tp']:02d}{suffix}"
 
     def _rank_state(
-        self, tensors: Sequence[tuple[str, Drafted]], coords: Mapping[str, int], axes: Mapping[str, int]
+        self, tensors: Sequence[tuple[str, Drafted]], coords: Mapping[str, int], layers: int, bound: Bound
     ) -> OrderedDict[str, Any]:
         """Return the state dict of a rank: layers and experts are numbered from its first."""
-        per_stage = axes["L"] // self.topology.pp
-        experts = axes["E"] // self.topology.ep if self.is_mixture else 0
+        per_stage, mixed = layers // self.topology.pp, _find_layers_of_experts(bound)
+        experts = bound.axes["E"] // self.topology.ep if self.is_mixture else 0
         model: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in tensors:
             key = name
             if tensor.layer is not None:
-                inside = _inside(name, tensor.layer)
+                prefix, inside = _split(name, tensor.layer)
+                if tensor.layer < layers:
+                    prefix = f"{_LAYERS}{tensor.layer % per_stage}."
                 if tensor.expert is not None:
                     if tensor.expert // experts != coords["ep"]:
                         continue
                     inside = _renumber(inside, tensor.expert % experts)
-                key = f"{_LAYERS}{tensor.layer % per_stage}.{self._fused(inside)}"
+                key = prefix + self._fused(inside, tensor.layer in mixed)
             model[key] = TensorOf(name)
             module, _, kind = key.rpartition(".")
-            if kind.startswith("weight") and module.rpartition(".")[2] in _HAVE_STATE:
+            if kind.startswith("weight") and module.rpartition(".")[2] in {*_LINEARS, "output_layer"}:
                 model[f"{module}._extra_state"] = None
         return model
 
     def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
         """Return the files of each rank, ``common.pt``, and ``.metadata`` with the place of each chunk."""
-        layers, experts, records = bound.axes["L"], bound.axes.get("E", 0), Records(folder)
+        layers, experts, records = _count_layers(bound), bound.axes.get("E", 0), Records(folder)
+        mixed = _find_layers_of_experts(bound)
+        # Layers are stacked along an axis of their own where all are alike. source: transformer_block.py
+        is_stacked = len({layer for layer in mixed if layer < layers}) in (0, layers)
+        states: dict[str, str] = {}
         for name, tensor in _ordered(bound.tensors):
-            full, layer = tensor.whole, tensor.layer
-            inside, half = _half(name if layer is None else _inside(name, layer))
+            full, layer, expert = tensor.whole, tensor.layer, tensor.expert
+            prefix, inside = ("", name) if layer is None else _split(name, layer)
+            inside, half = _half(inside)
             # The two halves of a gated MLP lie one after the other along the first axis.
             of = [full[0] * (1 if half is None else 2), *full[1:]]
-            # Layers are stacked along an axis of their own, and so are experts.
-            stacked: list[int] = []
-            extents: list[int] = []
+            # What precedes the tensor's own axes: positions, and their number.
+            at: list[tuple[int, int]] = []
             if layer is not None:
-                inside, stacked, extents = f"{_LAYERS}{self._fused(inside)}", [layer], [layers]
-            if layer is not None and tensor.expert is not None:
-                inside = f"{_LAYERS}{_EXPERTS}experts.{_in_expert(inside)}"
-                stacked, extents = [layer, tensor.expert], [layers, experts]
+                if is_stacked and layer < layers:
+                    prefix, at = _LAYERS, [(layer, layers)]
+                inside = self._fused(inside, layer in mixed)
+                if expert is not None:
+                    # Experts are stacked in any case.
+                    inside, at = f"{_EXPERTS}experts.{_in_expert(inside)}", [*at, (expert, experts)]
+                inside = prefix + inside
+            stage = self._stage(name, layer, layers)
             for coords in self._list_ranks(tensor, experts):
-                at = tensor.first(coords)
+                first = tensor.first(coords)
                 if half:
-                    at[0] += full[0]
-                stage = self._stage(name, layer, layers)
-                file, shape = self._file(stage, coords), [*[1] * len(stacked), *tensor.shape]
-                records.chunk(file, coords, name, inside, extents + of, stacked + at, shape)
-        for layer in range(layers):
-            file = self._file(self.topology.stage(layer, layers), {})
-            for module in (*_LINEARS, *(() if self.is_mixture else _MLP_LINEARS), _ATTENTION):
-                records.value(file, f"{_LAYERS}{module}._extra_state/shard_{layer}_{layers}", [None])
-            for expert in range(experts):
-                shard = f"_extra_state/shard_{layer}.{expert}_{layers}.{experts}"
-                for module in _MLP_LINEARS:
-                    inside = module.replace("mlp.", f"{_EXPERTS}experts.")
-                    records.value(file, f"{_LAYERS}{inside}.{shard}", [None])
+                    first[0] += full[0]
+                begin, extents = [n for n, _ in at] + first, [n for _, n in at] + of
+                shape = [1] * len(at) + tensor.shape
+                records.chunk(self._file(stage, coords), coords, name, inside, extents, begin, shape)
+            module, _, kind = inside.rpartition(".")
+            if layer is not None and kind == "weight" and module.rpartition(".")[2] in _LINEARS:
+                shard = [".".join(map(str, each)) for each in zip(*at, strict=True)] or ["0", "1"]
+                states[f"{module}._extra_state/shard_{'_'.join(shard)}"] = self._file(stage, {})
+        for layer in range(bound.axes["L"]):
+            state, file = f"{_ATTENTION}._extra_state/shard", self._file(self._stage("", layer, layers), {})
+            if layer >= layers:
+                states[f"{_FURTHER}{layer - layers}.{_FURTHER_BLOCK}{state}_0_1"] = file
+            elif is_stacked:
+                states[f"{_LAYERS}{state}_{layer}_{layers}"] = file
+            else:
+                states[f"{_LAYERS}{layer}.{state}_0_1"] = file
+        for key, file in states.items():
+            records.value(file, key, [None])
         return [{"name": f"{folder}/common.pt", "content": {"torch_zip": tree(common)}}, *records.files()]
 
     def _file(self, stage: int, coords: Mapping[str, int]) -> str:
@@ -297,7 +358,8 @@ class MegatronTarget(TrainerTarget):
         if self.model is None:
             args = megatron_args.plain(self.source.model.config or {})
         else:
-            args, findings = megatron.DIALECT.write(self.model, bound.axes, "args")
+            axes = bound.axes | {"L in main": _count_layers(bound)}
+            args, findings = megatron.DIALECT.write(self.model, axes, "args")
         # The names in rank files depend on it. source: Megatron-LM arguments.py, --transformer-impl
         args.setdefault("transformer_impl", "transformer_engine")
         if self.is_local:
@@ -337,12 +399,24 @@ def _check_experts(topology: Topology, request: Request, *, is_mixture: bool, is
     if topology.shares_files and not is_chunked:
         raise FastshardError.of(
             codes.USAGE,
-            f"{ETP.flag}: files of several ranks would have one name: it tells only their tp and ep",
+            f"{ETP.flag}: files of several ranks would have one name, which states only tp and ep",
             expected=f"a divisor of --tp {topology.tp}",
             got=str(topology.etp),
             help="choose another degree, or the form that says where each part belongs",
             run=["--to megatron:torch_dist"],
         )
+
+
+def _count_layers(bound: Bound) -> int:
+    """Count the decoder's layers, without those that predict further tokens."""
+    further = {tensor.layer for name, tensor in bound.tensors.items() if name.startswith(_FURTHER)}
+    return bound.axes["L"] - len(further)
+
+
+def _find_layers_of_experts(bound: Bound) -> set[int]:
+    """Find the layers that have experts."""
+    tensors = bound.tensors.values()
+    return {tensor.layer for tensor in tensors if tensor.layer is not None and tensor.expert is not None}
 
 
 def _in_expert(inside: str) -> str:
@@ -365,9 +439,13 @@ def _half(inside: str) -> tuple[str, int | None]:
     return inside, None
 
 
-def _inside(name: str, layer: int) -> str:
-    """Return a tensor's name within its layer."""
-    return name.removeprefix(f"{_LAYERS}{layer}.")
+def _split(name: str, layer: int) -> tuple[str, str]:
+    """Split a tensor's name into that of its layer, or of the block in it, and the rest."""
+    prefix = f"{_LAYERS}{layer}."
+    if not name.startswith(prefix):
+        number, _, rest = name.removeprefix(_FURTHER).partition(".")
+        prefix = f"{_FURTHER}{number}." + (_FURTHER_BLOCK if rest.startswith(_FURTHER_BLOCK) else "")
+    return prefix, name.removeprefix(prefix)
 
 
 def _ordered(tensors: Mapping[str, Drafted]) -> list[tuple[str, Drafted]]:
@@ -376,7 +454,7 @@ def _ordered(tensors: Mapping[str, Drafted]) -> list[tuple[str, Drafted]]:
     def place(one: tuple[str, Drafted]) -> tuple[int, int, str]:
         name, layer = one[0], one[1].layer
         if layer is not None:
-            return 1, layer, _inside(name, layer)
+            return 1, layer, _split(name, layer)[1]
         return (0 if name == _EMBEDDING else 3 if name.startswith("output_layer") else 2), 0, name
 
     return sorted(tensors.items(), key=place)

@@ -25,7 +25,7 @@ use crate::tensor::Dtype;
 use build::{pad_region, Builder};
 use complete::completeness;
 pub(crate) use index::first_overlap;
-use index::{volume, Index, Ledger};
+use index::{volume, Aliases, Index, Ledger};
 use wanted::{own_names, table_names, too_many_positions, Wanted, MAX_MISSING};
 
 /// The treatment of copies of a replicated tensor that differ.
@@ -202,8 +202,22 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     let mut composed = Composed { findings, lost, ..Composed::default() };
     let judge = composed.is_sound(source);
     // Registers the target's keys before ties are looked up.
-    let lowered = ranks.lower(wanted, registry, &mut composed.findings);
-    let index = Index::new(source, registry);
+    let mut lowered = ranks.lower(wanted, registry, &mut composed.findings);
+    let aliases = Aliases::new(source, target, registry);
+    let projected;
+    let (mut with_copies, mut source) = (None, source);
+    if aliases.has_copies() {
+        lowered.iter_mut().flat_map(|(_, boxes)| boxes).for_each(|one| aliases.project(one));
+        let resolved = with_copies.insert(source.resolved.clone());
+        resolved
+            .instances
+            .iter_mut()
+            .flat_map(|instance| &mut instance.boxes)
+            .for_each(|one| aliases.project(one));
+        projected = Source { resolved, ..*source };
+        source = &projected;
+    }
+    let index = Index::new(source, &aliases);
     let builder = Builder { index, target, table, extents: &extents, registry, ledger: Ledger::default() };
     let ledger = ranks.outputs(&lowered, builder, judge, &mut composed);
     composed.account(source, &ranks, ledger);

@@ -16,7 +16,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.ranks import rank_range
 from ...common.regex import compile_when_used
-from ...layouts import tables
+from ...layouts import megatron_mixed, tables
 from ...layouts.declaration import Assembled, Binding, Source, Unit
 from ...models import megatron
 from ...models.model import Lack
@@ -135,7 +135,10 @@ class Megatron:
         chunks = [[own for _, own in model] for model in models]
         files = list(zip(range(len(chunks)), grid.places, chunks, strict=True))
         of_ranks.judge_stages(source, found, files, grid.pp)
-        if (lack := _beyond(args, names, grid)) is not None:
+        if arguments.is_mixed(args, names):
+            source.binding.layout = megatron_mixed.NAME
+        if (lack := _beyond(args, names, grid, str(source.binding.layout))) is not None:
+            source.binding.layout = "megatron.legacy"
             _whole(source, found, contents, states, models, args, grid, lack)
             return source
         if grid.is_mixture:
@@ -286,17 +289,21 @@ def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
         )
 
 
-def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid) -> Lack | None:
+def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) -> Lack | None:
     """Find a part of the model, or of its division among ranks, for which the table has no rule."""
-    table = tables.table("megatron.legacy")
+    is_mixed = layout == megatron_mixed.NAME
+    table = megatron_mixed.table() if is_mixed else tables.table(layout)
     strange = sorted(name for name in names if table.rule_of(name) is None)
     strange.sort(key=lambda name: name.endswith("_extra_state"))
     if strange:
         return Lack("tensor", "one that Llama or Mixtral has", strange[0])
-    if arguments.mixture(args, names) and (found := arguments.beyond(args)):
+    if not is_mixed and arguments.mixture(args, names) and (found := arguments.beyond(args)):
         return Lack(*found)
     groups = megatron.axes_of(args, False).get("g")
-    if groups and groups % grid.tp:
+    if is_mixed and args.get("multi_latent_attention"):
+        if grid.tp > 1 and args.get("transformer_impl") == "local":
+            return Lack("transformer_impl", "transformer_engine, which does not divide latents", "local")
+    elif groups and groups % grid.tp:
         return Lack("num_query_groups", f"a multiple of {grid.tp}", str(groups))
     return Lack("attention_output_gate", "False", "True") if args.get("attention_output_gate") else None
 

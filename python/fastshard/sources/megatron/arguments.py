@@ -7,12 +7,13 @@ transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
+from ...layouts import megatron_mixed
 from ...layouts.declaration import Description, Evidence, Source
 from ...models import config_json, megatron
 from ...models.model import Lack, Model
@@ -96,9 +97,31 @@ def _contradict_tie(file: str | None) -> Finding:
     )
 
 
-def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
+def mixture(args: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Return True for a mixture of experts; without arguments, the tensor names decide."""
     return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
+
+
+#: Spellings of the norm of the latent of keys and values.
+_LATENT_NORMS = ("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight")
+
+
+def _has_dense_layers(args: Mapping[str, Any]) -> bool:
+    every = args.get("moe_layer_freq", 1)
+    return every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
+
+
+def is_mixed(args: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return True for a mixture of experts whose numbered layers the table ``megatron.mixed`` describes."""
+    words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
+    differs = _has_dense_layers(args) or any(args.get(word) for word in words)
+    latent = bool(args.get("multi_latent_attention"))
+    if args.get("mtp_use_repeated_layer"):
+        return False
+    # Latents without norms (no qk_layernorm) are another model.
+    if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
+        return False
+    return bool(differs or latent) and bool(args.get("swiglu")) and mixture(args, names)
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
@@ -106,10 +129,8 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
     Returns the argument, the value that it must have, and the value that it has.
     """
-    every = args.get("moe_layer_freq", 1)
-    dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
     reasons = [
-        ("moe_layer_freq", "1: experts in every layer", dense),
+        ("moe_layer_freq", "1: experts in every layer", _has_dense_layers(args)),
         (
             "moe_shared_expert_intermediate_size",
             "None: no shared experts",
@@ -150,10 +171,11 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         names: names of the tensors.
         lacking: properties of the model that no argument states.
     """
-    moe = mixture(args, names)
-    source.binding.axes = megatron.axes_of(args, moe)
+    moe, mixed = mixture(args, names), source.binding.layout == megatron_mixed.NAME
+    latent = mixed and bool(args.get("multi_latent_attention"))
+    source.binding.axes = megatron.axes_of_mixed(args) if mixed else megatron.axes_of(args, moe)
     source.model = Description(
-        "mixtral" if moe else "llama",
+        "deepseek_v3" if latent else "mixtral" if moe else "llama",
         dict(args),
         dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
     )
@@ -165,6 +187,9 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)
 
+    def states(key: str) -> bool:
+        return bool(args.get(key))
+
     untied = args.get(megatron.UNTIED)
     head = has("output_layer.weight")
     tied = not untied if isinstance(untied, bool) else not head
@@ -175,13 +200,34 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         "split_gate": False,
         "qkv_bias": has("self_attention.linear_qkv.bias"),
         "linear_bias": has("self_attention.linear_proj.bias") or has("mlp.linear_fc2.bias"),
-        "qk_norm": has("self_attention.q_layernorm.weight"),
+        "qk_norm": not latent and has("self_attention.q_layernorm.weight"),
         "moe": moe,
+        "mla": latent,
+        "q_lora": latent and args.get("q_lora_rank") is not None,
+        # What the arguments promise and the files lack is missing.
+        "router_correction": has("mlp.router.expert_bias") or states("moe_router_enable_expert_bias"),
+        "shared_experts": has("mlp.shared_experts.linear_fc2.weight")
+        or states("moe_shared_expert_intermediate_size"),
+        "shared_gate": has("mlp.shared_experts.gate_weight") or states("moe_shared_expert_gate"),
         "experts_sequential": any(".mlp.experts.local_experts." in name for name in names),
         "experts_grouped": any(".mlp.experts.linear_fc2.weight" in name for name in names),
         "experts_flat": has(".mlp.experts.weight2"),
         "experts_stacked": has(".mlp.experts.experts.linear_fc2.weight"),
     }
+    if mixed:
+        source.binding.table = megatron_mixed.table()
+        experts, dense = megatron.list_layers(args)
+        # By the names of all tables that such a model is led to.
+        main = sorted([*experts, *dense])
+        further = list(range(len(main), len(main) + megatron.count_further_layers(args)))
+        sets = {
+            "main": main,
+            "main_moe": experts,
+            "moe": [*experts, *further],
+            "dense": dense,
+            "mtp": further,
+        }
+        source.binding.sets = {name: ("L", layers) for name, layers in sets.items()}
     gated = args.get("swiglu")
     if isinstance(gated, bool):
         source.binding.facts["gated"] = gated

@@ -9,6 +9,7 @@ from typing import Any
 from ..._core import Rule, Table
 from ...common.records import replace
 from ...common.regex import compile_when_used
+from ...layouts import megatron_mixed
 from ...layouts.declaration import Source
 from ...models import megatron
 from ...models.model import Lack
@@ -47,6 +48,12 @@ def is_numbered(names: Collection[str]) -> bool:
     return any((match := _LAYER.match(name)) and match[1] for name in names)
 
 
+def fits_mixed(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> bool:
+    """Return True if the table for layers that differ has a rule for each weight."""
+    table = megatron_mixed.table()
+    return arguments.is_mixed(args, shapes) and all(table.rule_of(name) is not None for name in shapes)
+
+
 def unnamed(
     table: Table,
     shapes: Mapping[str, list[int]],
@@ -66,6 +73,9 @@ def unnamed(
     for name in shapes:
         if table.rule_of(name) is None:
             return Lack("tensor", "one that Llama or Mixtral has", name)
+    if table.name == megatron_mixed.NAME:
+        # The sets of layers state which tensors each has.
+        return None
     layers: dict[str | None, set[str]] = {}
     for name in shapes:
         if match := _LAYER.match(name):

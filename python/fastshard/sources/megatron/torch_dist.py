@@ -11,7 +11,7 @@ from ...common import json_text
 from ...common.listing import Listing
 from ...common.records import replace
 from ...common.regex import compile_when_used
-from ...layouts import tables
+from ...layouts import megatron_mixed, tables
 from ...layouts.declaration import Source
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, missing
@@ -65,7 +65,8 @@ class TorchDist:
             f"{settings.framework if settings else 'NeMo' if prefix else 'Megatron-LM'} (torch_dist)"
         )
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-        source.binding.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
+        is_numbered = table_match.is_numbered(names)
+        source.binding.layout = "megatron.legacy" if is_numbered else "megatron.dist"
         file = next((f.path for f in found.files if f.name == "common.pt"), None)
         unstated: list[Lack] = []
         if settings is not None:
@@ -73,21 +74,21 @@ class TorchDist:
             source.files.folders = settings.folders
         source.files.values |= {"iteration": args.get("iteration"), "args": args}
         args, lacking = arguments.override(source, args, options, file)
+        if is_numbered and table_match.fits_mixed(shapes, args):
+            source.binding.layout = megatron_mixed.NAME
         arguments.describe(source, args, names, [*unstated, *lacking])
         # What is stored is all that there is: no arguments call for more.
         source.binding.facts["output_layer"] = "output_layer.weight" in names
         if "gated" not in source.binding.facts and (gated := _gated(shapes)) is not None:
             source.binding.facts["gated"] = gated
-        lack = table_match.unnamed(
-            tables.table(source.binding.layout), shapes, source.binding.axes, source.binding.facts, args
-        )
+        table = source.binding.table or tables.table(source.binding.layout)
+        lack = table_match.unnamed(table, shapes, source.binding.axes, source.binding.facts, args)
         if lack is not None:
             table_match.leave_unnamed(source, lack, stored, args)
             if prefix and not args:
                 unstated_model = nemo.Unstated(nemo.name_settings(found.folder))
                 source.model = replace(source.model, dialect=unstated_model)
         elif prefix:
-            table = tables.table(source.binding.layout)
             source.binding.table = table.with_rules(
                 [rule.renamed(prefix + rule.name) for rule in table.rules]
             )

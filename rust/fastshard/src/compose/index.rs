@@ -1,9 +1,10 @@
 //! The holders of boxes of the source, by canonical tensor.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::rc::Rc;
 
-use super::Source;
-use crate::layout::resolve::{AtomBox, Instance, Registry};
+use super::{Source, Target};
+use crate::layout::resolve::{AtomBox, Instance, Lowered, Registry};
 use crate::layout::table::Truth;
 
 /// (instance, box) of a source.
@@ -14,8 +15,7 @@ pub(super) type Used = HashMap<BoxId, BTreeSet<(Vec<u64>, Vec<u64>)>>;
 
 pub(super) struct Index<'a> {
     pub(super) source: &'a Source<'a>,
-    /// canonical tensor -> tied owner
-    alias: HashMap<u32, u32>,
+    aliases: &'a Aliases,
     holders: HashMap<u32, Holders>,
 }
 
@@ -84,19 +84,79 @@ pub(super) struct Ledger {
     pub(super) copies: Vec<(u32, u32)>,
 }
 
-impl<'a> Index<'a> {
-    pub(super) fn new(source: &'a Source<'a>, registry: &Registry) -> Index<'a> {
-        let mut alias = HashMap::new();
-        for tied in &source.table.tied {
-            if tied.when.holds(&source.outside.facts) == Truth::Holds {
-                if let (Some(from), Some(to)) = (registry.find(&tied.tensor), registry.find(&tied.to)) {
-                    if registry.axes(from) == registry.axes(to) {
-                        alias.insert(from, to);
+/// Canonical tensors that are others by another name.
+#[derive(Default)]
+pub(super) struct Aliases {
+    owners: HashMap<u32, u32>,
+    /// Of a tensor that each position of some axes has a copy of: the places of the owner's axes among its own.
+    kept_axes: HashMap<u32, Vec<usize>>,
+}
+
+impl Aliases {
+    /// The ties of both sides: the source's own; and where one side has no rule for a tensor, ties by which each position
+    /// of an axis holds a copy of another one.
+    pub(super) fn new(source: &Source, target: &Target, registry: &Registry) -> Aliases {
+        let mut aliases = Aliases::default();
+        let sides = [(Some(source.table), source.outside), (target.table, &target.outside)];
+        for (i, (table, outside)) in sides.into_iter().enumerate() {
+            let Some(table) = table else { continue };
+            for tied in table.tied.iter().filter(|tied| tied.when.holds(&outside.facts) == Truth::Holds) {
+                let (Some(from), Some(to)) = (registry.find(&tied.tensor), registry.find(&tied.to)) else {
+                    continue;
+                };
+                let has_rule = table.entries.iter().any(|entry| entry.canonical == tied.tensor);
+                if registry.axes(from) == registry.axes(to) {
+                    if i == 0 {
+                        aliases.owners.insert(from, to);
+                    }
+                } else if !has_rule {
+                    let place = |axis: &String| registry.axes(from).iter().position(|own| own == axis);
+                    if let Some(kept) = registry.axes(to).iter().map(place).collect() {
+                        aliases.owners.insert(from, to);
+                        aliases.kept_axes.insert(from, kept);
                     }
                 }
             }
         }
-        let mut index = Index { source, alias, holders: HashMap::new() };
+        aliases
+    }
+
+    /// True if there are tensors of which each position of an axis has a copy.
+    pub(super) fn has_copies(&self) -> bool {
+        !self.kept_axes.is_empty()
+    }
+
+    /// A box of a tensor that is a copy of another one, on the axes of that one.
+    pub(super) fn project(&self, one: &mut AtomBox) {
+        let Some(kept) = self.kept_axes.get(&one.atom.key) else { return };
+        let atom = &one.atom;
+        one.atom = Rc::new(Lowered {
+            key: atom.key,
+            base: atom.base.clone(),
+            places: kept.iter().map(|&axis| atom.places[axis]).collect(),
+            runs: BTreeMap::new(),
+        });
+        let keep = |all: &[u64]| kept.iter().map(|&axis| all[axis]).collect();
+        (one.lo, one.hi) = (keep(&one.lo), keep(&one.hi));
+        one.pad = one.pad.and_then(|(axis, lo, hi)| Some((kept.iter().position(|&k| k == axis)?, lo, hi)));
+    }
+
+    fn key(&self, key: u32) -> u32 {
+        let mut key = key;
+        // A head that is the embedding has copies, too.
+        for _ in 0..=self.owners.len() {
+            match self.owners.get(&key) {
+                Some(&owner) => key = owner,
+                None => break,
+            }
+        }
+        key
+    }
+}
+
+impl<'a> Index<'a> {
+    pub(super) fn new(source: &'a Source<'a>, aliases: &'a Aliases) -> Index<'a> {
+        let mut index = Index { source, aliases, holders: HashMap::new() };
         let mut holders: HashMap<u32, Holders> = HashMap::new();
         for (i, instance) in source.resolved.instances.iter().enumerate() {
             for (b, atom_box) in instance.boxes.iter().enumerate() {
@@ -115,7 +175,7 @@ impl<'a> Index<'a> {
     }
 
     pub(super) fn key(&self, key: u32) -> u32 {
-        self.alias.get(&key).copied().unwrap_or(key)
+        self.aliases.key(key)
     }
 
     pub(super) fn get(&self, id: BoxId) -> (&'a Instance, &'a AtomBox) {
@@ -198,11 +258,11 @@ pub(crate) fn first_overlap(boxes: &[(Vec<u64>, Vec<u64>)]) -> Option<(usize, us
 
 /// The first piece of each rule and rank, and the others with the one they repeat.
 pub(super) fn one_per_rank(source: &Source, ids: &[BoxId]) -> (Vec<BoxId>, Vec<(BoxId, BoxId)>) {
-    let mut first: HashMap<(u32, &BTreeMap<String, u64>), BoxId> = HashMap::new();
+    let mut first: HashMap<_, BoxId> = HashMap::new();
     let (mut kept, mut again) = (Vec::new(), Vec::new());
     for &h in ids {
         let instance = &source.resolved.instances[h.0 as usize];
-        let key = (instance.entry, &source.units[instance.unit as usize].coords);
+        let key = (instance.entry, &instance.index, &source.units[instance.unit as usize].coords);
         match first.entry(key) {
             std::collections::hash_map::Entry::Occupied(slot) => again.push((*slot.get(), h)),
             std::collections::hash_map::Entry::Vacant(slot) => {

@@ -174,7 +174,7 @@ impl Run<'_> {
             _ => format!("elements differ, by up to {}", figure(drift.largest)),
         };
         if one.name != two.name {
-            let message = format!("differs from {} though the config ties them", one.name);
+            let message = format!("differs from {} though both are one tensor of the model", one.name);
             let finding = Finding::new(codes::TIED_DIFFER, message)
                 .expected("equal values", what)
                 .help("correct the config (tied or not), or restore the file that is wrong");

@@ -128,7 +128,7 @@ pub struct Instance {
 pub type Unplaced = (u32, u32, BTreeMap<String, u64>);
 
 /// A checkpoint seen through a table.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Resolved {
     /// Stored extents of all axes, and the real extent of the vocabulary axis.
     pub extents: Extents,

@@ -1,0 +1,84 @@
+"""Tiny models of DeepSeek-V3's kind, by transformers: attention over a latent, dense layers first, shared
+experts, groups of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+State = dict[str, torch.Tensor]
+SIZES: dict[str, Any] = {
+    "vocab_size": 250,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "num_nextn_predict_layers": 0,
+}
+#: As DeepSeek-V3's own config.json has it.
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def save_with_further_layers(folder: Path, depth: int) -> State:
+    """Saves a model with layers that predict further tokens, as DeepSeek-V3's own files hold them.
+
+    transformers has no such layers; their block is that of a layer with experts, their embedding and head are
+    copies. source: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md
+    """
+    model(num_nextn_predict_layers=depth).save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    layers, width = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+    torch.manual_seed(9)
+    for layer in range(layers, layers + depth):
+        begin = f"model.layers.{layer}."
+        for name, tensor in list(state.items()):
+            if name.startswith(f"model.layers.{layers - 1}."):
+                state[begin + name.split(".", 3)[3]] = torch.randn_like(tensor)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            state[f"{begin}{name}.weight"] = torch.randn(width)
+        state[f"{begin}eh_proj.weight"] = torch.randn(width, 2 * width)
+        state[f"{begin}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+        state[f"{begin}shared_head.head.weight"] = state["lm_head.weight"].clone()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return state
+
+
+def model(seed: int = 0, **changes: Any) -> Any:
+    """A tiny model whose router tells the experts apart."""
+    torch.manual_seed(seed)
+    made = DeepseekV3ForCausalLM(DeepseekV3Config(**(SIZES | changes)))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.3)
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    return made.eval()
