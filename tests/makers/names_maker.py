@@ -1,9 +1,13 @@
 """A Hugging Face state dict under the names of other trainers.
 
-The names, and which tensor is turned, are read in torchtitan models/llama3 and OLMo-core nn/hf/convert.py.
+The names, and which tensor is turned, are read in torchtitan models/llama3 and OLMo-core nn/hf/convert.py;
+those of experts and of DeepSeek-V3 in torchtitan models/{qwen3,deepseek_v3}/state_dict_adapter.py and
+models/common/moe.py.
 """
 
 from __future__ import annotations
+
+import re
 
 import torch
 
@@ -65,6 +69,71 @@ def titan(
             name = name.replace("qkv_linear.", "").replace("lm_head.", "output.")
         found[name] = value
     return found
+
+
+#: Of a layer with experts or with attention over a latent, besides those of TITAN.
+TITAN_MOE = {
+    "self_attn.q_a_proj": "attention.wq_a",
+    "self_attn.q_a_layernorm": "attention.q_norm",
+    "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.kv_a_layernorm": "attention.kv_norm",
+    "self_attn.kv_b_proj": "attention.wkv_b",
+    "mlp.gate": "moe.router.gate",
+    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1",
+    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
+    "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
+}
+#: What torchtitan calls the stacked experts and the bias of the router since July 2026, what it called them
+#: since May 2026, and before.
+TITAN_EXPERTS = (
+    ({"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}, "routed_experts.inner_experts", "expert_bias_E"),
+    ({"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}, "experts", "expert_bias_E"),
+    ({"gate": "w1", "up": "w3", "down": "w2"}, "experts", "expert_bias"),
+)
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def titan_moe(
+    state: dict[str, torch.Tensor], sizes: dict[str, int], *, age: int = 0, halves: bool = False
+) -> dict[str, torch.Tensor]:
+    """A Hugging Face file of Qwen3-MoE or DeepSeek-V3, one tensor for each expert, as torchtitan has it.
+
+    Args:
+        state: the tensors of the file.
+        sizes: the config, for DeepSeek-V3.
+        age: which of TITAN_EXPERTS.
+        halves: whether rotary pairs of the file lie one half after the other; torchtitan's lie side by side.
+    """
+    words, holder, bias = TITAN_EXPERTS[age]
+    mla = "kv_lora_rank" in sizes
+    table = TITAN | TITAN_MOE | ({"self_attn.q_proj": "attention.wq"} if mla else {})
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        if match := _EXPERT.fullmatch(name):
+            layer, number, part = match.groups()
+            experts.setdefault(f"layers.{layer}.moe.{holder}.{words[part]}", {})[int(number)] = tensor
+            continue
+        value = tensor.clone()
+        if halves and name.endswith(("q_b_proj.weight", "q_proj.weight", "kv_a_proj_with_mqa.weight")):
+            heads = 1 if "kv_a" in name else sizes["num_attention_heads"]
+            rope = sizes["qk_rope_head_dim"]
+            rows = value.view(heads, -1, value.shape[-1])
+            first, second = rows[:, -rope : -rope // 2], rows[:, -rope // 2 :]
+            paired = torch.stack((first, second), 2).flatten(1, 2)
+            value = torch.cat((rows[:, :-rope], paired), 1).reshape(value.shape)
+        if name.startswith("model.layers."):
+            _, _, layer, *inner = name.split(".")
+            own = ".".join(inner)
+            name = (
+                f"layers.{layer}.moe.{bias}"
+                if own == "mlp.gate.e_score_correction_bias"
+                else f"layers.{layer}.{table[own.removesuffix('.weight')]}.weight"
+            )
+        whole = {"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"}
+        found[whole.get(name, name)] = value
+    return found | {name: torch.stack([one[n] for n in range(len(one))]) for name, one in experts.items()}
 
 
 def olmo(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ..common.target_options import STACKED_EXPERTS, TP
 from ..layouts import naming_schemes, tables
 from ..layouts.dcp_names import METADATA, chunk_name
 from ..layouts.declaration import Source
+from ..models import config_json
 from .base import Bound, Completed, Target, positive
 from .form import Form
 from .huggingface import HfTarget
@@ -166,7 +167,10 @@ class DcpTarget(Target):
                 help="write it under Hugging Face's names",
                 run=["--to dcp"],
             )
-        whole.facts["interleaved"] = kind == "llama"
+        # The order of that framework's rows may depend on what the names of Hugging Face do not.
+        config = (source.model.config or {}) if whole.kind is None else {}
+        table = str(naming_schemes.table_of(spelling, whole.layout))
+        whole.facts = config_json.described(config | {"model_type": kind}, layout=table)[1] | whole.facts
         return cls(whole, tp, to, spelling)
 
     @property
