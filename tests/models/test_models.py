@@ -97,7 +97,7 @@ WAYS = {
     "megatron": (through_megatron, megatron.refuse, ()),
     "gpt_neox": (through_neox, gpt_neox.refuse, ()),
     # Its yml does not say them, nor a window that is as long.
-    "maxtext": (through_maxtext, maxtext.refuse, ("max_positions", "window")),
+    "maxtext": (through_maxtext, maxtext.block_of, ("max_positions", "window")),
 }
 
 
@@ -132,7 +132,7 @@ def test_each_thing_that_a_format_lacks_is_named_by_its_sources_word() -> None:
     told = Evidence("llama", facts(replace(LLAMA, biases=MLP)), AXES)
     model = huggingface.DIALECT.read(values, told)
     with pytest.raises(FastshardError) as error:
-        maxtext.refuse(model)
+        maxtext.block_of(model)
     assert [f.message.partition("with this ")[2] for f in error.value.findings] == [
         "hidden_act",
         "set of biases",

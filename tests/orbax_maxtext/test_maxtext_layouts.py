@@ -322,7 +322,7 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
     request = {
         "source": source.opened.source,
         "optimizer": True,
-        "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False}},
+        "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False, "qk_norm": False}},
     }
     draft = source.opened.catalog.draft(request, source.opened.source.optimizer.rules(True, True), table)
     made = draft.place({"max_shard_size": 1 << 30})
@@ -504,7 +504,6 @@ def test_other_models_of_maxtext_are_merged_and_not_converted(tmp_path: Path) ->
     [
         ({"attention_bias": True}, "on queries, keys and values"),
         ({"mlp_bias": True}, "the MLP's output"),
-        ({"model_type": "qwen3"}, "norm of queries and keys"),
         ({"model_type": "gpt_neox"}, "other names than a 'gpt_neox'"),
         ({"hidden_act": "gelu"}, "this hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "this rope_scaling"),

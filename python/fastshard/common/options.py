@@ -293,9 +293,9 @@ class Placing(TypedDict, total=False):
         Literal["default", "llama3.1"] | None,
         Option(
             "choice",
-            "MaxText: the rotary embedding that the result will be run with (default: llama3.1, whose order "
-            "of queries and keys "
-            "MaxText's own converter writes)",
+            "MaxText: the rotary embedding that the result will be run with (default: that whose order of "
+            "queries and keys MaxText's own converter writes: llama3.1 for Llama and Mistral, default for "
+            "Mixtral and Qwen3)",
             choices=("default", "llama3.1"),
         ),
     ]

@@ -30,6 +30,7 @@ _WORDS = {
     "parallel": "use_parallel_residual",
     "window": "sliding_window",
     "rope.scaling": "rope_scaling",
+    "experts.normalised": "norm_topk_prob",
 }
 #: Its GPT-2 is another model.
 _GPT3 = Says(kind="GPT-3")

@@ -1,8 +1,8 @@
 """MaxText's terms for models: its yml.
 
 source: MaxText configs/base.yml and configs/models, configs/types.py,
-    layers/{attentions,embeddings,decoders}.py,
-models/{llama2,mistral,gpt3}.py
+    layers/{attentions,embeddings,decoders,moe}.py,
+models/{llama2,mistral,mixtral,qwen3,gpt3}.py
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from ..common import codes
 from ..common.config_text import shown
-from ..common.errors import FastshardError, Finding
-from ..common.records import dataclass, replace
+from ..common.errors import FastshardError, Finding, error_for
+from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Evidence
 from . import huggingface, unsupported
-from .config_fields import flag, positive_number
-from .model import Lack, Model, Rope
+from .config_fields import flag, positive_number, whole_number
+from .model import Experts, Lack, Model, Rope, unstated
 from .unsupported import Says
 
 #: Keys that tell MaxText's yml from other configs.
@@ -42,15 +42,19 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-#: Blocks that compute what Llama does. source: MaxText layers/decoders.py
-_BLOCKS = ("llama2", "mistral")
 _MERGE = "run `fastshard merge`, which writes the tensors under MaxText's own names"
 _WORDS = {
     "eps": "normalization_layer_epsilon",
     "rope.base": "rope_max_timescale",
     "activation": "mlp_activations",
     "rope.scaling": "rope_type",
+    "experts": "num_experts",
+    "qk_norm": "use_qk_norm",
 }
+#: Settings of a mixture that change what is computed and neither names nor shapes, with the values that do
+#: not.
+#: source: MaxText layers/moe.py (GateLogit, RoutedMoE.get_topk)
+_NEUTRAL_ROUTING: dict[str, Any] = {"routed_score_func": "", "use_random_routing": False}
 #: Its Llama block, which sees all positions before. source: MaxText models/{llama2,mistral}.py
 #: (attention_type is global)
 LLAMA = Says(
@@ -60,6 +64,97 @@ LLAMA = Says(
     fixed=tuple(LLAMA3_SCALING.items()),
     whole_base=True,
 )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A kind of MaxText's decoder blocks."""
+
+    #: Its table is ``maxtext.FAMILY``.
+    family: str
+    says: Says
+    #: decoder_block by transformers' model type; the first where nothing says which one is meant.
+    names: Mapping[str, str]
+    #: Settings of a yml that it needs besides.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    #: MaxText's converter writes pairs side by side, whatever a yml says; else as ``rope_type`` says.
+    interleaved: bool = False
+
+    @property
+    def is_mixture(self) -> bool:
+        """True for a mixture of experts in every layer."""
+        return self.says.experts
+
+    @property
+    def qk_norm(self) -> bool:
+        """True for a block with norms of queries and keys."""
+        return True in self.says.qk_norm
+
+    def model_type(self, decoder_block: Any) -> str:
+        """Return transformers' model type by a decoder_block."""
+        named = [kind for kind, name in self.names.items() if name == decoder_block]
+        return (named or list(self.names))[0]
+
+
+_MIXTURE = replace(LLAMA, families=("mixtral", "qwen_moe"), experts=True)
+#: The blocks that have a table. Of a mixture the weights of the best experts always add up to 1: MaxText
+#: takes the softmax over the best alone, so norm_topk_prob changes nothing.
+#: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
+BLOCKS = (
+    Block("llama", LLAMA, {"llama": "llama2", "mistral": "mistral"}, interleaved=True),
+    Block("llama", replace(LLAMA, kind="Qwen3", qk_norm=(True,)), {"qwen3": "qwen3"}, {"use_qk_norm": True}),
+    Block("mixtral", replace(_MIXTURE, kind="Mixtral"), {"mixtral": "mixtral"}),
+    Block(
+        "qwen_moe",
+        replace(_MIXTURE, kind="Qwen3-MoE", qk_norm=(True,)),
+        {"qwen3_moe": "qwen3_moe"},
+        {"use_qk_norm": True, "norm_topk_prob": True},
+    ),
+)
+
+
+def find_block(family: str, qk_norm: bool, config: Mapping[str, Any]) -> Block:
+    """Return the block that names and a yml show.
+
+    Args:
+        family: the family of the table that fits the names.
+        qk_norm: there are norms of queries and keys.
+        config: the yml; without such norms it tells a block that lost them from one that has none.
+    """
+    near = [block for block in BLOCKS if block.family == family]
+    shown = [block for block in near if qk_norm and block.qk_norm]
+    named = [block for block in near if config.get("decoder_block") in block.names.values()]
+    return (shown or named or near)[0]
+
+
+def block_of(model: Model) -> Block:
+    """Return the block that computes a model.
+
+    Raises:
+        FastshardError: ``FS514``, one finding for each reason why none does.
+    """
+    if model.window is not None and model.max_positions and model.window >= model.max_positions:
+        # All that the model may read is within the window.
+        model = replace(model, window=None)
+    kinds = [block.says for block in BLOCKS]
+    unsupported.refuse("MaxText", kinds, model)
+    return BLOCKS[kinds.index(unsupported.fitting(model, kinds)[0])]
+
+
+def is_mixture(family: str) -> bool:
+    """Return True if the tables of a family hold a mixture of experts."""
+    return any(block.family == family and block.is_mixture for block in BLOCKS)
+
+
+def names_family(config: Mapping[str, Any], family: str) -> bool:
+    """Return True if the decoder_block of a yml is one of a family."""
+    named = config.get("decoder_block")
+    return any(named in block.names.values() for block in BLOCKS if block.family == family)
+
+
+def is_known(decoder_block: Any) -> bool:
+    """Return True for a decoder_block that has a table."""
+    return any(decoder_block in block.names.values() for block in BLOCKS)
 
 
 def is_maxtext(config: Mapping[str, Any]) -> bool:
@@ -79,11 +174,11 @@ class Pairs:
     scaled: bool
 
 
-def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
+def pairs_of(config: Mapping[str, Any], block: Block) -> Pairs | None:
     """Return the rotary embedding by a yml or ``config.json``, since no checkpoint of MaxText states it.
 
-    None if the order of queries and keys stays open: with only some ``model_name`` in a yml, or with a
-    ``config.json`` without scaling, which MaxText can run with either order.
+    None if the order of queries and keys stays open: with only some ``model_name`` in the yml of a Llama, or
+    with a ``config.json`` without scaling, which MaxText can run with either order.
     source: MaxText layers/attentions.py (init_rotary_embedding)
 
     Raises:
@@ -94,18 +189,20 @@ def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
     if not is_maxtext(config):
         rope, several = huggingface.rope_of(config)
         if several:
-            raise unsupported.refused("MaxText", LLAMA, several)
+            raise unsupported.refused("MaxText", block.says, several)
         return Pairs(True, True) if rope.kind == "llama3" else None
     kind, model = config.get("rope_type"), str(config.get("model_name") or "")
     if str(kind).lower().startswith("llama3.1") or model.startswith("llama3.1"):
         return Pairs(True, flag(config, "rope_use_scale") is not False)
+    if kind is None and not block.interleaved:
+        return Pairs(False, False)
     if kind is None:
         # llama3.2 and later are not told apart by MaxText's own code and its converters alike.
         return Pairs(False, False) if model.startswith(("llama2", "llama3-", "mistral")) else None
     if str(kind).lower() != "default":
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "transformers has no Llama with this rope_type",
+            f"transformers has no {block.says.kind} with this rope_type",
             expected="default | llama3.1",
             got=shown(kind),
             help=_MERGE,
@@ -126,7 +223,8 @@ class MaxText:
 
         Raises:
             FastshardError: ``FS211`` for an invalid value, ``FS209`` if the yml leaves open which
-                order queries and keys have, ``FS215`` for a config of another model.
+                order queries and keys have or how many experts a token goes through, ``FS215`` for a
+                config of another model.
         """
         if evidence.family == "gpt3":
             zero = Lack(
@@ -137,7 +235,9 @@ class MaxText:
             return Model(
                 self.name, "gpt3", norm="LayerNorm", norm_bias=True, gated=False, others=(zero,), tied=True
             )
-        tied, pairs = evidence.facts.get("tied", False), pairs_of(values)
+        tied = evidence.facts.get("tied", False)
+        block = find_block(evidence.family, evidence.facts.get("qk_norm", False), values)
+        pairs = pairs_of(values, block)
         if values and not is_maxtext(values):
             return self._of_config(values, evidence)
         if values and pairs is None:
@@ -147,7 +247,8 @@ class MaxText:
                 help="pass MaxText's yml, which must say rope_type: default or llama3.1, or the model_name",
                 run=["--config FILE"],
             )
-        remarks, assumed = [_order_open()] if pairs is None else [], {}
+        experts = Experts(_best(values)) if block.is_mixture else None
+        remarks, assumed = [_order_open(block)] if pairs is None else [], {}
         found: dict[str, float | None] = {}
         for name, key, theirs in (
             ("rope.base", "rope_max_timescale", "rope_theta"),
@@ -166,8 +267,8 @@ class MaxText:
                 assumed[name], found[name] = key, _DEFAULTS[key]
             else:
                 found[name] = positive_number(values, key, _DEFAULTS[key])
-        if values.get("decoder_block") is None:
-            remarks.append(_report_assumed("decoder_block: config.json says Llama", "note"))
+        if values.get("decoder_block") is None and len(block.names) > 1:
+            remarks.append(_report_assumed(f"decoder_block: config.json says {block.says.kind}", "note"))
         remarks.append(
             _report_assumed(
                 "max_position_embeddings, bos_token_id, eos_token_id: config.json lacks them, "
@@ -183,11 +284,13 @@ class MaxText:
             rope=Rope(
                 found["rope.base"], 1.0, "llama3" if scaled else "default", LLAMA3_SCALING if scaled else {}
             ),
+            qk_norm=block.qk_norm,
             grouped=evidence.axes.get("r", 1) > 1 or bool(evidence.facts.get("gqa")),
             tied=tied,
+            experts=experts,
             # MaxText's block attends to all positions before. source: MaxText models/mistral.py
-            kin="mistral" if values.get("decoder_block") == "mistral" else "llama",
-            others=tuple(_besides(values, tied)),
+            kin=block.model_type(values.get("decoder_block")),
+            others=tuple(_besides(values, tied, block)),
             words=_WORDS,
             assumed=assumed,
             remarks=tuple(remarks),
@@ -196,24 +299,28 @@ class MaxText:
     def _of_config(self, config: Mapping[str, Any], evidence: Evidence) -> Model:
         """Return the model of a ``config.json``, if the tensors are those of such a model."""
         facts = {"tied": evidence.facts.get("tied", False)}
-        facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "qk_norm"), False)
+        facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "shared_expert"), False)
+        block = find_block(evidence.family, evidence.facts.get("qk_norm", False), {})
+        facts["qk_norm"] = block.qk_norm
         declared = self.config_facts
-        differing = sorted(key for key in facts if declared is not None and declared[key] != facts[key])
+        differing = sorted(
+            key for key in facts if declared is not None and declared.get(key, False) != facts[key]
+        )
         if declared is None or differing:
             with_ = f" with {', '.join(f'{key}: {facts[key]}' for key in differing)}" if differing else ""
             raise FastshardError.of(
                 codes.CONFIG_DISAGREES,
                 "the config describes another model than the tensors",
-                expected=f"a Llama or Mistral{with_}",
+                expected="a " + " or ".join(kind.capitalize() for kind in block.names) + with_,
                 got=shown(config.get("model_type")),
                 help="pass the config of this model",
                 run=["--config FILE"],
             )
         seen = Evidence(evidence.family, facts, evidence.axes)
         model = huggingface.DIALECT.read(config, seen)
-        if pairs_of(config) is not None:
+        if pairs_of(config, block) is not None:
             return model
-        return replace(model, remarks=(*model.remarks, _order_open()))
+        return replace(model, remarks=(*model.remarks, _order_open(block)))
 
     def write(
         self, model: Model, interleaved: bool, tied: bool, file: str
@@ -229,9 +336,11 @@ class MaxText:
         Raises:
             FastshardError: ``FS514`` for a model that MaxText's block does not compute.
         """
-        refuse(model)
+        block = block_of(model)
         model.settled("parallel", "activation")
-        findings = model.list_assumptions("eps", "rope.base", "rope.share", "rope.scaling", file=file)
+        written = ["eps", "rope.base", "rope.share", "rope.scaling"]
+        written += ["experts.best"] if model.experts is not None else []
+        findings = model.list_assumptions(*written, file=file)
         if model.window is not None:
             findings.append(
                 Finding.of(
@@ -248,9 +357,12 @@ class MaxText:
             "rope_max_timescale": int(model.rope.base or 10_000),
             # source: transformers models/{llama,mistral}/configuration_*.py
             "normalization_layer_epsilon": 1e-6 if model.eps is None else model.eps,
-            "decoder_block": "mistral" if model.kin == "mistral" else "llama2",
+            "decoder_block": block.names.get(str(model.kin), next(iter(block.names.values()))),
+            **block.settings,
             **order(interleaved, model.rope.kind == "llama3"),
         }
+        if model.experts is not None:
+            out["num_experts_per_tok"] = model.experts.best
         if tied:
             # MaxText would divide the logits by sqrt(emb_dim). source: MaxText configs/base.yml
             out["normalize_embedding_logits"] = False
@@ -266,56 +378,81 @@ class MaxText:
         return out, findings
 
 
-def refuse(model: Model) -> None:
-    """Refuse a model that MaxText's Llama block does not compute.
-
-    Raises:
-        FastshardError: ``FS514``, one finding for each reason.
-    """
-    if model.window is not None and model.max_positions and model.window >= model.max_positions:
-        # All that the model may read is within the window.
-        model = replace(model, window=None)
-    unsupported.refuse("MaxText", [LLAMA], model)
-
-
 def order(interleaved: bool, scaled: bool) -> dict[str, Any]:
     """Return the keys of the order of pairs, which is always stated since it decides the values' meaning."""
     return {"rope_type": "llama3.1", "rope_use_scale": scaled} if interleaved else {"rope_type": "default"}
 
 
-def _besides(config: Mapping[str, Any], tied: bool) -> list[Lack]:
+def _best(config: Mapping[str, Any]) -> int:
+    """Return how many experts a token goes through.
+
+    Raises:
+        FastshardError: ``FS209`` if nothing states it, ``FS211`` for a value that is no such number.
+    """
+    key = "num_experts_per_tok"
+    if config.get(key) is None:
+        # MaxText's own default is 1: the yml of a model states it, or a model_name, whose yml is not here.
+        raise error_for([unstated(key, "")])
+    return whole_number(config, key, 1)
+
+
+def _besides(config: Mapping[str, Any], tied: bool, block: Block) -> list[Lack]:
     """List features of a MaxText model that no other framework computes. source: MaxText configs/base.yml"""
     activations = config.get("mlp_activations", ["silu", "linear"])
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
     caps = [(key, config.get(key)) for key in ("attn_logits_soft_cap", "final_logits_soft_cap")]
-    block = config.get("decoder_block")
+    name, names = config.get("decoder_block"), list(block.names.values())
+    norms = config.get("use_qk_norm")
     checks = [
-        (
-            "decoder_block",
-            " | ".join(_BLOCKS),
-            block,
-            block is None or (isinstance(block, str) and block in _BLOCKS),
-        ),
+        ("decoder_block", " | ".join(names), name, name is None or name in names),
         ("mlp_activations", "['silu', 'linear']", activations, activations == ["silu", "linear"]),
         ("rope_min_timescale", "1", least, least == 1),
         ("rope_linear_scaling_factor", "1.0", linear, linear == 1),
-        ("use_qk_norm", "false", config.get("use_qk_norm"), not config.get("use_qk_norm")),
-        ("num_experts", "1", experts, experts == 1),
+        (
+            "use_qk_norm",
+            str(block.qk_norm).lower(),
+            norms,
+            bool(norms) == block.qk_norm or (norms is None and block.qk_norm),
+        ),
+        ("num_experts", "1", experts, experts == 1 or block.is_mixture),
         *((key, "none", value, not value) for key, value in caps),
     ]
+    if block.is_mixture:
+        checks += _routing(config)
     if tied:
         normalised = config.get("normalize_embedding_logits", True)
         checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
     return [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
 
 
-def _order_open() -> Finding:
+def _routing(config: Mapping[str, Any]) -> list[tuple[str, str, Any, bool]]:
+    """List checks of how tokens are led to experts: name, expected, got, and whether it is as expected."""
+    checks = [
+        (key, shown(neutral), config.get(key), config.get(key) in (None, neutral))
+        for key, neutral in _NEUTRAL_ROUTING.items()
+    ]
+    # With sparse_matmul no token is dropped. source: MaxText layers/moe.py, RoutedMoE.__call__
+    capacity, sparse = config.get("capacity_factor"), config.get("sparse_matmul", True)
+    unlimited = capacity is None or (isinstance(capacity, (int, float)) and capacity <= 0)
+    return [*checks, ("capacity_factor", "-1.0", capacity, unlimited or sparse is True)]
+
+
+def _order_open(block: Block) -> Finding:
+    taken, other = ("llama3.1", "default") if block.interleaved else ("default", "llama3.1")
     return _report_assumed(
-        "rope_type: taken for llama3.1, whose order of queries and keys MaxText's converter writes; "
-        "a run with rope_type default needs its yml with --config",
+        f"rope_type: taken for {taken}, whose order of queries and keys MaxText's converter writes; "
+        f"a run with rope_type {other} needs its yml with --config",
         "warning",
     )
+
+
+def best_is_open(file: str) -> Finding:
+    """Build the warning for a yml of a mixture that cannot state how many experts a token goes through."""
+    return _report_assumed(
+        "num_experts_per_tok, of which MaxText's default is 1: state it before MaxText runs with this yml",
+        "warning",
+    ).replace(file=file)
 
 
 def _report_assumed(what: str, severity: str) -> Finding:

@@ -12,7 +12,7 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding
 from . import config_json
 from .config_fields import integer, whole_number
-from .maxtext import is_maxtext
+from .maxtext import is_maxtext, is_mixture
 from .overridden_settings import find_overridden_settings, is_config_json, read_settings
 
 
@@ -33,6 +33,7 @@ def _scales(config: dict[str, Any]) -> dict[str, int]:
         "num_query_heads": heads,
         "num_kv_heads": heads,
         "mlp_dim": heads,
+        "moe_mlp_dim": heads,
         "num_decoder_layers": 1 << times,
     }
 
@@ -46,6 +47,9 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
     """
     out = {}
     for name, times in _scales(config).items():
+        if name == "moe_mlp_dim" and not any(_is_size(config, key) for key in (f"base_{name}", name)):
+            # -1: no mixture.
+            continue
         if config.get(f"base_{name}") is not None:
             out[name] = whole_number(config, f"base_{name}", 1) * times
             if config.get(name) is not None and whole_number(config, name, 1) != out[name]:
@@ -65,9 +69,15 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
     out |= {
         key: whole_number(config, key, 1) for key in ("head_dim", "vocab_size") if config.get(key) is not None
     }
-    if (integer(config, "trainable_position_size") or -1) > 0:
+    out |= {"num_experts": whole_number(config, "num_experts", 1)} if config.get("num_experts") else {}
+    if _is_size(config, "trainable_position_size"):
         out["trainable_position_size"] = whole_number(config, "trainable_position_size", 1)
     return out
+
+
+def _is_size(config: dict[str, Any], key: str) -> bool:
+    """Return True for a size; False where nothing states it, or MaxText's default of -1 turns it off."""
+    return (integer(config, key) or -1) > 0
 
 
 def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
@@ -77,10 +87,10 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         FastshardError: ``FS211`` for values that are not sizes, or do not divide.
     """
     if not is_maxtext(config):
-        if family != "llama":
+        if family == "gpt3":
             return {}
         # A model type without a table may have been trained as one that has the same sizes.
-        return config_json.described(config, layout=config_json.layout_of(config) or "hf.llama")[0]
+        return config_json.described(config, layout=config_json.layout_of(config) or f"hf.{family}")[0]
     have = sizes(config)
     names = {
         "H": "emb_dim",
@@ -91,6 +101,9 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         "P": "vocab_size",
         "S": "trainable_position_size",
     }
+    if is_mixture(family):
+        # source: MaxText configs/types.py: mlp_dim is the same
+        names |= {"E": "num_experts", "F": "moe_mlp_dim" if "moe_mlp_dim" in have else "mlp_dim"}
     axes = {axis: have[name] for axis, name in names.items() if name in have}
     heads, groups = have.get("num_query_heads"), have.get("num_kv_heads")
     if family == "gpt3":
@@ -121,6 +134,8 @@ _OF_CONFIG = {
     "rope_theta": "rope_max_timescale",
     "eps": "normalization_layer_epsilon",
     "max_position_embeddings": "max_target_length",
+    "experts": "num_experts",
+    "best_experts": "num_experts_per_tok",
 }
 #: Keys of a yml that are settings of the model, besides its sizes.
 _SETTINGS = (
@@ -134,6 +149,9 @@ _SETTINGS = (
     "logits_via_embedding",
     "normalize_embedding_logits",
     "vocab_size",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "use_qk_norm",
 )
 
 
@@ -146,6 +164,8 @@ def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
     if is_config_json(config):
         settings = read_settings(config)
         found = {key: settings[name] for name, key in _OF_CONFIG.items() if name in settings}
+        if "expert_size" in settings:
+            found["base_mlp_dim"] = settings["expert_size"]
         tied = config.get("tie_word_embeddings")
         return found | ({"logits_via_embedding": tied} if isinstance(tied, bool) else {})
     found = {

@@ -23,7 +23,7 @@ from ..models import config_json, maxtext, maxtext_sizes
 from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
-FAMILIES = ("llama", "gpt3")
+FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe")
 #: Where a scan may have put the layers, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 _STACKED = "decoder.layers."
@@ -70,12 +70,12 @@ def describe(
     if tree.factors and not shapes:
         source.model = Description(config=config, no_table=f"{tree.factors[0]} is a factor of an adapter")
         return
-    family = _family(source, shapes, stacked, tree)
+    family = _family(source, shapes, stacked, tree, config or {})
     if family is None:
         source.model = Description(config=config)
         return
-    hf_llama = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama"
-    facts = config_json.axes_and_facts(config)[1] if config and hf_llama else None
+    same = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == f"hf.{family}"
+    facts = config_json.axes_and_facts(config)[1] if config and same else None
     source.model = Description(family, config, dialect=maxtext.MaxText(facts))
     source.binding.layout = f"maxtext.{family}"
     table = tables.table(source.binding.layout)
@@ -156,15 +156,19 @@ def _find_obstacle(tree: NnxNames) -> FastshardError | None:
     return None
 
 
-def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames) -> str | None:
+def _family(
+    source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames, config: dict[str, Any]
+) -> str | None:
     strange: dict[str, list[str]] = {}
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
         table = _weights(tables.table(f"maxtext.{family}"), 0 if stacked else None)
         strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
-    if len(fitting) == 1:
-        return fitting[0]
+    # Tables of one hub differ in the MLP alone. Where all of it is lost, a yml says which one is meant.
+    if fitting and len({tables.family(f"maxtext.{family}") for family in fitting}) == 1:
+        named = [f for f in fitting if maxtext.names_family(config, f)]
+        return (named or fitting)[0]
     likely = min(FAMILIES, key=lambda family: len(strange[family]))
     source.findings.append(
         Finding.of(
@@ -202,7 +206,16 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
                 _contradiction("fused_qkv", fused, source.binding.facts["fused_qkv"], where)
             )
         return
-    rope = maxtext.pairs_of(config)
+    norms = any(re.search(r"\.self_attention\.(query|key)_norm\.", name) for name in shapes)
+    block = maxtext.find_block(str(source.model.family), norms, config)
+    named = config.get("decoder_block")
+    if named not in block.names.values() and maxtext.is_known(named):
+        source.findings.append(
+            _contradiction("decoder_block", named, " or ".join(block.names.values()), where)
+        )
+    if flag(config, "use_qk_norm") is False and block.qk_norm:
+        source.findings.append(_contradiction("use_qk_norm", False, True, where))
+    rope = maxtext.pairs_of(config, block)
     head = "decoder.logits_dense.kernel" in shapes
     key = "logits_via_embedding" if maxtext.is_maxtext(config) else "tie_word_embeddings"
     tied = flag(config, key)
@@ -210,10 +223,11 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
         source.findings.append(_contradiction(key, True, False, where))
     # A head that the config calls for and that is not there is missing.
     # Where nothing states the order of pairs: as MaxText's converter writes it; said wherever it matters.
-    interleaved = rope is None or rope.interleaved
+    interleaved = block.interleaved if rope is None else rope.interleaved
     source.binding.facts = {
         "tied": not head if tied is None else tied and not head,
         "interleaved": interleaved,
+        "qk_norm": block.qk_norm,
     }
 
 
@@ -222,7 +236,7 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     Other layouts depend on this fact.
     """
-    if source.model.family != "llama":
+    if source.model.family == "gpt3":
         return
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
     for name, shape in shapes.items():

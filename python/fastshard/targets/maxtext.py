@@ -1,7 +1,7 @@
-"""The MaxText target: names, shapes and the other contents of a train state, for Llama and GPT-3 models.
+"""The MaxText target: names, shapes and the other contents of a train state.
 
-source: MaxText configs/base.yml, configs/models/{llama2-7b,llama3.1-8b,mistral-7b,gpt3-175b}.yml,
-    checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
+source: MaxText configs/base.yml, configs/models, checkpoint_conversion/to_maxtext.py,
+    standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
 common/checkpointing.py
 """
 
@@ -77,7 +77,8 @@ class MaxTextTarget:
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
         own = isinstance(source.model.dialect, maxtext.MaxText)
-        if own and source.model.family == "gpt3":
+        family = source.model.family
+        if own and family == "gpt3":
             fused = source.binding.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
             facts, model = {"fused_qkv": fused}, None
             if rope_type is not None:
@@ -85,15 +86,16 @@ class MaxTextTarget:
         elif fused_qkv is not None:
             raise FastshardError.of(codes.USAGE, "--fused-qkv: only GPT-3 has such projections in MaxText")
         elif own:
-            facts, model = (
-                {"tied": source.binding.facts["tied"], "interleaved": _kept_order(source, rope_type)},
-                None,
-            )
+            told = source.binding.facts
+            facts = {"tied": told["tied"], "qk_norm": told["qk_norm"]}
+            facts["interleaved"], model = _kept_order(source, rope_type), None
         else:
             model = model_of(source, "MaxText")
-            maxtext.refuse(model)
-            facts = {"tied": model.tied, "interleaved": _order(model, rope_type)}
-        layout = "maxtext.gpt3" if "fused_qkv" in facts else "maxtext.llama"
+            block = maxtext.block_of(model)
+            family = block.family
+            facts = {"tied": model.tied, "qk_norm": model.qk_norm}
+            facts["interleaved"] = _order(model, block, rope_type)
+        layout = f"maxtext.{family}"
         # A checkpoint of MaxText's own keeps the names of its state.
         same = source.binding.layout is not None and source.binding.layout.startswith("maxtext.")
         names = rules.names if same and rules is not None else default_names()
@@ -173,7 +175,7 @@ class MaxTextTarget:
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
         """Report queries that another layout scales, for which no exact inverse exists."""
-        return scaled_queries(axes) if self.model is not None else []
+        return [] if self.model is None or self.model.qk_norm else scaled_queries(axes)
 
 
 def scaled_queries(axes: dict[str, int]) -> list[Finding]:
@@ -223,7 +225,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     wanted = _rope_type(rope_type)
     if wanted is None:
         return source.binding.facts["interleaved"]
-    rope = maxtext.pairs_of(source.model.config or {})
+    rope = maxtext.pairs_of(source.model.config or {}, _block(source))
     if rope is None:
         raise FastshardError.of(
             codes.FACT_UNKNOWN,
@@ -235,11 +237,17 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     return wanted
 
 
-def _order(model: Model, rope_type: str | None) -> bool:
-    """Return the order of pairs for a model from another format."""
-    wanted = _rope_type(rope_type)
-    _fits(model.rope.kind == "llama3", wanted)
-    return True if wanted is None else wanted
+def _block(source: Source) -> maxtext.Block:
+    """Return the block of a MaxText source."""
+    config = source.model.config or {}
+    return maxtext.find_block(str(source.model.family), source.binding.facts["qk_norm"], config)
+
+
+def _order(model: Model, block: maxtext.Block, rope_type: str | None) -> bool:
+    """Return the order of pairs for a model from another format: as asked, or its converter's."""
+    wanted, scaled = _rope_type(rope_type), model.rope.kind == "llama3"
+    _fits(scaled, wanted)
+    return block.interleaved or scaled if wanted is None else wanted
 
 
 def _fits(scaled: bool, wanted: bool | None) -> None:
@@ -273,6 +281,8 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "scan_layers": target.scan is not None,
         **({} if target.scan is None else {"param_scan_axis": target.scan}),
     }
+    if "E" in axes:
+        out |= {"base_moe_mlp_dim": axes["F"], "num_experts": axes["E"]}
     if target.optimizer and target.names.count == "opt_state.count":
         # Optax numbers the states of its chain; this optimizer alone has these names. source: MaxText
         # optimizers
@@ -286,6 +296,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             "normalization_layer_epsilon",
             "rope_max_timescale",
             "normalize_embedding_logits",
+            "norm_topk_prob",
         )
         out |= {key: given[key] for key in kept if given.get(key) is not None}
     if gpt3:
@@ -301,7 +312,14 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     tied = target.facts["tied"]
     out["logits_via_embedding"] = tied
     if target.model is None:
-        rope = maxtext.pairs_of(given)
+        block = _block(source)
+        if len(block.names) == 1:
+            out = {"decoder_block": next(iter(block.names.values())), **block.settings} | out
+        if block.is_mixture:
+            best = given.get("num_experts_per_tok")
+            out |= {} if best is None else {"num_experts_per_tok": best}
+            findings += [maxtext.best_is_open(FILE)] if best is None else []
+        rope = maxtext.pairs_of(given, block)
         if rope is not None:
             out |= maxtext.order(target.facts["interleaved"], rope.scaled)
     else:
