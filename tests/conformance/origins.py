@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dtensor_maker
+import maxtext_mixtures
 import names_maker
 import numpy as np
 import tensorstore
@@ -165,6 +166,10 @@ def maxtext(fixture: Path) -> Callable[[Path], None]:
         (root / "maxtext_model.yml").write_text(yaml.safe_dump(llama_yml(size, **LLAMA31)))
 
     return make
+
+
+def maxtext_mixtral(root: Path) -> None:
+    maxtext_mixtures.checkpoint("mixtral", root)
 
 
 ARRAYS = {"weights": painted(6, 8), "counts": painted(5)}
@@ -339,6 +344,14 @@ ORIGINS: dict[str, Origin] = {
         maxtext(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2"),
         told(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2", "maxtext_tensors"),
         told(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2", "hf_tensors"),
+        vocab=250,
+        stages=3,
+    ),
+    "maxtext_mixtral": Origin(
+        "MaxText",
+        maxtext_mixtral,
+        lambda: {name: sha(array) for name, array in maxtext_mixtures.held("mixtral", 1).items()},
+        lambda: {name: sha(array) for name, array in maxtext_mixtures.told("mixtral")[1].items()},
         vocab=250,
         stages=3,
     ),

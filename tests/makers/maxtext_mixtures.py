@@ -8,12 +8,19 @@ source: MaxText checkpoint_conversion/utils/param_mapping.py (MIXTRAL_*, QWEN_*)
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import moe_maker
 import numpy as np
 import torch
-from jax_maker import Tree, scaled, with_layers
+import yaml
+from jax_maker import Tree, as_numpy, saved_orbax, scaled, with_layers
+from safetensors.torch import load_file
 from torch.nn import functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 #: By transformers' model type: the experts' module there, the three projections of one, the module here.
 MODULES = {
@@ -22,7 +29,7 @@ MODULES = {
 }
 
 
-def held(hf: Tree, config: Any, scan: int | None) -> Tree:
+def arrange(hf: Tree, config: Any, scan: int | None) -> Tree:
     """What MaxText has of a model, besides the step, for rope_type default.
 
     Args:
@@ -86,18 +93,18 @@ def _rotate(x: torch.Tensor, base: float, interleaved: bool) -> torch.Tensor:
 def compute(tree: Tree, yml: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """Logits of MaxText for a tree that it restores and the yml that it is run with."""
     names = {name.removeprefix("params.params."): a for name, a in tree.items() if name != "step"}
-    held = {name: torch.from_numpy(np.ascontiguousarray(a)).float() for name, a in names.items()}
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(a)).float() for name, a in names.items()}
     used = set()
 
     def get(name: str, layer: int | None = None) -> torch.Tensor:
         if layer is not None and yml["scan_layers"]:
-            stack = held[f"decoder.layers.{name}"]
+            stack = arrays[f"decoder.layers.{name}"]
             used.add(f"decoder.layers.{name}")
             # flax takes an axis beyond a vector's own for its last. source: flax core/axes_scan.py
             return stack.select(min(yml["param_scan_axis"], stack.ndim - 1), layer)
         name = name if layer is None else f"decoder.layers_{layer}.{name}"
         used.add(name)
-        return held[name]
+        return arrays[name]
 
     eps, base = float(yml["normalization_layer_epsilon"]), float(yml["rope_max_timescale"])
     interleaved = yml["rope_type"].startswith("llama3.1")
@@ -137,5 +144,76 @@ def compute(tree: Tree, yml: dict[str, Any], tokens: torch.Tensor) -> torch.Tens
         x = x + torch.einsum("bseh,ehm,bse->bsm", F.silu(first) * second, get(f"{name}.wo", i), share)
     assert not yml["logits_via_embedding"]
     logits = _norm(x, get("decoder.decoder_norm.scale"), eps) @ get("decoder.logits_dense.kernel")
-    assert used == held.keys()
+    assert used == arrays.keys()
     return logits
+
+
+LAYERS = 3
+#: A power of four, so that queries are scaled and scaled back exactly.
+HEAD = {"num_hidden_layers": LAYERS, "head_dim": 16}
+KINDS = ["mixtral", "qwen3_moe", "qwen3"]
+MIXTURES = KINDS[:2]
+
+
+def model(kind: str, **changes: Any) -> Any:
+    if kind == "mixtral":
+        return moe_maker.model(**HEAD | {"sliding_window": None} | changes)
+    if kind == "qwen3_moe":
+        return moe_maker.qwen(3, **HEAD | {"norm_topk_prob": True} | changes)
+    sizes = {key: value for key, value in moe_maker.SIZES.items() if "expert" not in key}
+    config = Qwen3Config(**sizes | HEAD | {"rope_theta": 1e4} | changes)
+    return moe_maker._filled(Qwen3ForCausalLM(config), 0)
+
+
+@cache
+def told(kind: str) -> tuple[Any, Tree, torch.Tensor]:
+    """Config, tensors as transformers writes them, and logits."""
+    made = model(kind)
+    with TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        tensors = load_file(f"{folder}/model.safetensors")
+        return made.config, {name: as_numpy(t).copy() for name, t in tensors.items()}, moe_maker.logits(made)
+
+
+def hf(kind: str, folder: Path, **changes: Any) -> Path:
+    model(kind, **changes).save_pretrained(folder)
+    return folder
+
+
+def held(kind: str, scan: int | None) -> Tree:
+    config, tensors, _ = told(kind)
+    return arrange(tensors, config, scan)
+
+
+def yml_of(kind: str, **more: Any) -> dict[str, Any]:
+    """What the yml of such a model in MaxText's configs/models states."""
+    config = told(kind)[0]
+    out = {
+        "decoder_block": kind,
+        "base_emb_dim": config.hidden_size,
+        "base_num_query_heads": config.num_attention_heads,
+        "base_num_kv_heads": config.num_key_value_heads,
+        "base_num_decoder_layers": LAYERS,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "base_mlp_dim": 24,
+        "mlp_activations": ["silu", "linear"],
+        "normalization_layer_epsilon": config.rms_norm_eps,
+        "rope_max_timescale": 10_000,
+        "logits_via_embedding": False,
+    }
+    if kind != "mixtral":
+        out["use_qk_norm"] = True
+    if kind in MIXTURES:
+        out |= {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
+    if kind == "qwen3_moe":
+        out["norm_topk_prob"] = True
+    return out | more
+
+
+def checkpoint(kind: str, folder: Path, scan: int | None = 1, tree: Tree | None = None, **yml: Any) -> Path:
+    """A checkpoint of MaxText's own, with a yml beside it."""
+    saved_orbax(held(kind, scan) if tree is None else tree, folder)
+    stated = {key: value for key, value in yml_of(kind, **yml).items() if value is not None}
+    (folder / "maxtext_model.yml").write_text(yaml.safe_dump(stated))
+    return folder

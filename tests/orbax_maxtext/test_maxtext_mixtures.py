@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import maxtext_mixtures
 import ml_dtypes
 import moe_maker
 import numpy as np
@@ -17,80 +14,12 @@ import torch
 import yaml
 from fastshard import FastshardError, convert
 from helpers import FIXTURES, cli, sha256
-from jax_maker import Tree, as_numpy, assert_same, converted, read, saved_orbax
+from jax_maker import Tree, as_numpy, assert_same, converted, read
+from maxtext_mixtures import KINDS, MIXTURES, MODULES, checkpoint, compute, held, hf, model, told, yml_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
-LAYERS = 3
-#: A power of four, so that queries are scaled and scaled back exactly.
-HEAD = {"num_hidden_layers": LAYERS, "head_dim": 16}
-KINDS = ["mixtral", "qwen3_moe", "qwen3"]
-MIXTURES = KINDS[:2]
 SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
-
-
-def model(kind: str, **changes: Any) -> Any:
-    if kind == "mixtral":
-        return moe_maker.model(**HEAD | {"sliding_window": None} | changes)
-    if kind == "qwen3_moe":
-        return moe_maker.qwen(3, **HEAD | {"norm_topk_prob": True} | changes)
-    sizes = {key: value for key, value in moe_maker.SIZES.items() if "expert" not in key}
-    config = Qwen3Config(**sizes | HEAD | {"rope_theta": 1e4} | changes)
-    return moe_maker._filled(Qwen3ForCausalLM(config), 0)
-
-
-@cache
-def told(kind: str) -> tuple[Any, Tree, torch.Tensor]:
-    """Config, tensors as transformers writes them, and logits."""
-    made = model(kind)
-    with TemporaryDirectory() as folder:
-        made.save_pretrained(folder)
-        tensors = load_file(f"{folder}/model.safetensors")
-        return made.config, {name: as_numpy(t).copy() for name, t in tensors.items()}, moe_maker.logits(made)
-
-
-def hf(kind: str, folder: Path, **changes: Any) -> Path:
-    model(kind, **changes).save_pretrained(folder)
-    return folder
-
-
-def held(kind: str, scan: int | None) -> Tree:
-    config, tensors, _ = told(kind)
-    return maxtext_mixtures.held(tensors, config, scan)
-
-
-def yml_of(kind: str, **more: Any) -> dict[str, Any]:
-    """What the yml of such a model in MaxText's configs/models states."""
-    config = told(kind)[0]
-    out = {
-        "decoder_block": kind,
-        "base_emb_dim": config.hidden_size,
-        "base_num_query_heads": config.num_attention_heads,
-        "base_num_kv_heads": config.num_key_value_heads,
-        "base_num_decoder_layers": LAYERS,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "base_mlp_dim": 24,
-        "mlp_activations": ["silu", "linear"],
-        "normalization_layer_epsilon": config.rms_norm_eps,
-        "rope_max_timescale": 10_000,
-        "logits_via_embedding": False,
-    }
-    if kind != "mixtral":
-        out["use_qk_norm"] = True
-    if kind in MIXTURES:
-        out |= {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
-    if kind == "qwen3_moe":
-        out["norm_topk_prob"] = True
-    return out | more
-
-
-def checkpoint(kind: str, folder: Path, scan: int | None = 1, tree: Tree | None = None, **yml: Any) -> Path:
-    """A checkpoint of MaxText's own, with a yml beside it."""
-    saved_orbax(held(kind, scan) if tree is None else tree, folder)
-    stated = {key: value for key, value in yml_of(kind, **yml).items() if value is not None}
-    (folder / "maxtext_model.yml").write_text(yaml.safe_dump(stated))
-    return folder
 
 
 def target(scan: int | None) -> dict[str, Any]:
@@ -133,13 +62,13 @@ def test_maxtexts_layers_compute_the_logits_of_transformers(
     tree, _ = converted(hf(kind, tmp_path / "hf"), tmp_path / "out", **target(scan), rope_type=rope)
     yml, want = written_yml(tmp_path / "out"), told(kind)[2]
     assert yml["rope_type"] == rope
-    have = maxtext_mixtures.compute(tree, yml, moe_maker.TOKENS)
+    have = compute(tree, yml, moe_maker.TOKENS)
     assert (have - want).abs().max() <= 1e-4
     # What decides values is in the yml: with another one the logits are others.
     others = [{"rope_type": "default" if rope == "llama3.1" else "llama3.1"}]
     others += [{"num_experts_per_tok": 1}] if kind in MIXTURES else []
     for other in others:
-        wrong = maxtext_mixtures.compute(tree, yml | other, moe_maker.TOKENS)
+        wrong = compute(tree, yml | other, moe_maker.TOKENS)
         assert (wrong - want).abs().max() > 1e-2, other
     converted(tmp_path / "out", tmp_path / "back", "hf")
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
@@ -220,7 +149,7 @@ def test_norms_that_are_all_lost_are_missing(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_experts_that_are_all_lost_are_missing(kind: str, tmp_path: Path) -> None:
-    module = maxtext_mixtures.MODULES[kind][2]
+    module = MODULES[kind][2]
     tree = {name: a for name, a in held(kind, 1).items() if module not in name}
     assert len(tree) == len(held(kind, 1)) - 4
     ran = cli("verify", checkpoint(kind, tmp_path / "run", tree=tree))
