@@ -138,7 +138,7 @@ def test_a_copy_in_a_further_layer_that_differs_is_not_lost(name: str, tmp_path:
         ({"rope_interleave": False}, "rope_interleave"),
         ({"attention_bias": True}, "biases"),
         ({"topk_group": 4}, "number of best experts"),
-        ({"norm_topk_prob": False}, "routing of experts"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ({"rope_parameters": deepseek_maker.YARN | {"attention_factor": 2.0}}, "attention_factor"),
     ],
