@@ -12,7 +12,7 @@ import moe_maker
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import FIXTURES, cli, edit_safetensors, load_pt, read_result, sha256
+from helpers import FIXTURES, cli, copy, edit_safetensors, load_pt, read_result, sha256
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +36,11 @@ def to_hf(source: Path, out: Path) -> dict[str, torch.Tensor]:
     ran = cli("convert", source, out, "--to", "hf", "--vocab-size", 250)
     assert ran.code == 0, ran.out
     return read_result(out)
+
+
+def change_config(folder: Path, key: str, value: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
 
 def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -151,6 +156,36 @@ def test_what_megatron_computes_otherwise_is_refused_by_name(
     ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
     assert ran.code == 2 and ran.having("FS514", message=named), ran.out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("scoring_func", "softmax"), ("topk_method", "greedy"), ("moe_layer_freq", 2)]
+)
+def test_what_the_code_beside_the_weights_computes_otherwise_is_refused(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    deepseek_maker.model().save_pretrained(tmp_path / "hf")
+    change_config(tmp_path / "hf", key, value)
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2 and ran.having("FS514", message=key), ran.out
+
+
+def test_kimi_is_deepseek_by_another_name(tmp_path: Path) -> None:
+    deepseek_maker.model(n_group=1, topk_group=1).save_pretrained(tmp_path / "deepseek")
+    convert(tmp_path / "deepseek", tmp_path / "want", "torch_dist", (2, 1, 2, 1))
+    kimi = copy(tmp_path / "deepseek", tmp_path / "kimi")
+    change_config(kimi, "model_type", "kimi_k2")
+    convert(kimi, tmp_path / "have", "torch_dist", (2, 1, 2, 1))
+    for file in (tmp_path / "want/release").glob("*.distcp"):
+        assert file.read_bytes() == (tmp_path / "have/release" / file.name).read_bytes(), file.name
+
+
+def test_stages_need_not_divide_the_layers_of_torch_dist(tmp_path: Path) -> None:
+    deepseek_maker.model().save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "torch_dist", (1, 3, 2, 1))
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:legacy", "--pp", 3)
+    assert ran.code == 2 and ran.having("FS204"), ran.out
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])

@@ -65,8 +65,8 @@ class Topology:
         return coords.get("tp", 0) + coords.get("etp", 0) + self.etp * coords.get("ep", 0)
 
     def stage(self, layer: int, layers: int) -> int:
-        """Return the pipeline stage of a layer, where ``pp`` divides the layers evenly."""
-        return layer // (layers // self.pp)
+        """Return the pipeline stage of a layer; stages differ by one layer at most."""
+        return layer * self.pp // layers
 
     @property
     def _step(self) -> int:

@@ -111,6 +111,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "defaults": ("a table", _is_table),
     "config": ("a table", _is_table),
     "null": ("a list of texts", _are_texts),
+    "fixed": ("a table", _is_table),
 }
 #: Those that every section has.
 _NEEDED = ("kind", "architecture", "keys")
@@ -154,6 +155,8 @@ class ModelClass:
     config: Mapping[str, Any] = field(default_factory=dict)
     #: Keys that are written as null where nothing states them, since the class has other defaults.
     null: Sequence[str] = ()
+    #: Keys that a config may state with these values alone: with others it is another computation.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def experts(self) -> bool:

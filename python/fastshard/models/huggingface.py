@@ -313,9 +313,13 @@ def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> E
 
 def _besides(config: Mapping[str, Any], of: ModelClass) -> list[Lack]:
     """List what a class computes that no other framework has words for."""
+    lacking = []
     if of.having("rope_interleave") and config.get("rope_interleave") is False:
-        return [Lack("rope_interleave", "true: pairs lie side by side", "false")]
-    return []
+        lacking.append(Lack("rope_interleave", "true: pairs lie side by side", "false"))
+    for key, expected in of.fixed.items():
+        if config.get(key) not in (None, expected):
+            lacking.append(Lack(key, shown(expected), shown(config[key])))
+    return lacking
 
 
 def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:

@@ -183,7 +183,7 @@ class MegatronTarget(TrainerTarget):
     def complete(self, bound: Bound) -> Completed:
         """Return the files of each rank, the tracker, and assumptions in the arguments."""
         layers, pp = _count_layers(bound), self.topology.pp
-        if layers % pp:
+        if layers % pp and not self.is_chunked:
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
             raise FastshardError.of(
                 codes.NOT_DIVISIBLE,
