@@ -197,6 +197,9 @@ def test_dense_layers_lie_where_they_lay(form: str, tmp_path: Path) -> None:
     assert ran.code == 0, ran.out
     args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
     assert args.moe_layer_freq == [1, 0, 0, 1] and args.moe_ffn_hidden_size == 24
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
     convert(tmp_path / "megatron", tmp_path / "again", "legacy", (1, 1, 1, 1))
     state = load_pt(tmp_path / "again/release/mp_rank_00/model_optim_rng.pt")["model"]
     want = load_file(tmp_path / "hf/model.safetensors")

@@ -52,6 +52,7 @@ KEYS = frozenset(
         "qk_rope_head_dim",
         "v_head_dim",
         "rope_interleave",
+        "mlp_only_layers",
     )
 )
 #: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
@@ -112,6 +113,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("a table", _is_table),
     "null": ("a list of texts", _are_texts),
     "fixed": ("a table", _is_table),
+    "dense_layout": ("a text", _is_text),
 }
 #: Those that every section has.
 _NEEDED = ("kind", "architecture", "keys")
@@ -157,6 +159,9 @@ class ModelClass:
     null: Sequence[str] = ()
     #: Keys that a config may state with these values alone: with others it is another computation.
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    #: The table of its mixtures with dense layers among the others; None where it has one for both, or has no
+    #: such models.
+    dense_layout: str | None = None
 
     @property
     def experts(self) -> bool:

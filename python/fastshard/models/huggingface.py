@@ -61,7 +61,7 @@ def _says(of: ModelClass) -> Says:
         grouped_experts=of.having("n_group"),
         scaled_experts=of.having("routed_scaling_factor"),
         shared_experts=of.having("n_shared_experts"),
-        dense_layers="first" if of.having("first_k_dense_replace") else "none",
+        dense_layers="any" if of.dense_layout else "first" if of.having("first_k_dense_replace") else "none",
     )
 
 
@@ -90,6 +90,12 @@ def class_of(model: Model, help: str | None = None) -> ModelClass:
     if lacking:
         raise unsupported.refused("transformers", found, lacking, help)
     return near[kinds.index(found)]
+
+
+def layout_of(model: Model, of: ModelClass) -> str:
+    """Return the name of the table of a class's tensors."""
+    is_mixed = model.experts is not None and model.experts.dense_layers
+    return of.dense_layout if is_mixed and of.dense_layout else of.layout
 
 
 def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
@@ -132,7 +138,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
-    values = _sizes(axes, model.further_layers) | {
+    values: dict[str, Any] = _sizes(axes, model.further_layers) | {
         "hidden_act": model.activation,
         "tie_word_embeddings": model.tied,
         "use_cache": True,
@@ -163,6 +169,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
             "topk_group": experts.best_groups,
             "routed_scaling_factor": experts.scale,
             "first_k_dense_replace": len(experts.dense_layers),
+            "mlp_only_layers": list(experts.dense_layers),
             "num_nextn_predict_layers": model.further_layers,
             # A model without dense layers has no size for them.
             "intermediate_size": values.get("intermediate_size", size),

@@ -98,7 +98,8 @@ class HfTarget(Target):
                 f"run `fastshard merge`, which writes the full tensors under {source.framework}'s own names",
             )
             model.settled("activation")
-            return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)
+            layout = huggingface.layout_of(model, kind)
+            return cls(source, layout, huggingface.facts_of(model, kind), model, kind)
         if told.no_table is not None:
             raise _changed(told.no_table)
         if told.family is None and told.config is None and source.tree is None:
