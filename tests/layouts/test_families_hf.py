@@ -140,9 +140,11 @@ def test_a_table_names_what_transformers_saves(name: str) -> None:
     assert table.misfits({tensor: tuple(values.shape) for tensor, values in have.items()}, axes) == 0
 
 
-@pytest.mark.parametrize(
-    "model_type", sorted({t for name in tables.names() for t in tables.table(name).model_types})
-)
+#: The class of a few comes with their weights, and with it what a config leaves out.
+KNOWN = {t for name in tables.names() for t in tables.table(name).model_types} - {"kimi_k2"}
+
+
+@pytest.mark.parametrize("model_type", sorted(KNOWN))
 def test_what_a_config_leaves_out_is_what_transformers_has_for_it(model_type: str) -> None:
     """Or is left to the tensors. Heads of a size that is none of the defaults tell these apart."""
     whole = json.loads(
@@ -260,8 +262,11 @@ def test_every_tensor_in_fp8_has_its_scales(tmp_path: Path) -> None:
     assert_refused(source, tmp_path / "out", "FS207", tensor=f"{plain}_scale_inv")
 
 
-@pytest.mark.parametrize("name", ["deepseek", "gemma2", "qwen2_moe"])
-@pytest.mark.parametrize("to", ["megatron", "maxtext", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("deepseek", to) for to in ("maxtext", "gpt_neox")]
+    + [(name, to) for name in ("gemma2", "qwen2_moe") for to in ("megatron", "maxtext", "gpt_neox")],
+)
 def test_no_other_framework_is_told_what_is_not_known(name: str, to: str, tmp_path: Path) -> None:
     """A table says where tensors lie, not what is computed of them."""
     source = saved(name, tmp_path / "in")
