@@ -80,9 +80,11 @@ def test_qwen3_comes_back_with_its_logits(form: str, normalised: bool, tmp_path:
         {"rope_parameters": deepseek_maker.YARN},
         {"q_lora_rank": None},
         {"first_k_dense_replace": 3, "n_shared_experts": 2},
+        {"first_k_dense_replace": 0},
+        {"first_k_dense_replace": 4},
         {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     ],
-    ids=["plain", "yarn", "queries", "dense", "one_group"],
+    ids=["plain", "yarn", "queries", "dense", "none_dense", "all_dense", "one_group"],
 )
 def test_deepseek_comes_back_with_its_logits(form: str, changes: dict[str, Any], tmp_path: Path) -> None:
     model = deepseek_maker.model(**changes)

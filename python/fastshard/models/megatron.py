@@ -315,7 +315,7 @@ class Megatron:
         written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
         if model.experts is not None:
             written.append("experts.best")
-            out |= _write_experts(model.experts, axes)
+            out |= _write_experts(model, model.experts, axes)
         return out, model.list_assumptions(*written, file=file)
 
 
@@ -375,14 +375,18 @@ def _write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     return out
 
 
-def _write_experts(experts: Experts, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts."""
+def _write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of a mixture of experts.
+
+    A list says which layers have experts, even if all have them, where layers are numbered and not stacked.
+    """
     layers = axes.get("L in main", axes["L"])
     dense = [layer for layer in experts.dense_layers if layer < layers]
+    is_numbered = bool(dense) or model.latent or experts.shared
     out: dict[str, Any] = {
         "num_experts": axes["E"],
         "moe_ffn_hidden_size": axes["M"] if "M" in axes else axes["F"],
-        "moe_layer_freq": [int(layer not in dense) for layer in range(layers)] if dense else 1,
+        "moe_layer_freq": [int(layer not in dense) for layer in range(layers)] if is_numbered else 1,
         "moe_router_topk": experts.best,
         "moe_router_score_function": experts.scores,
         "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,

@@ -214,7 +214,9 @@ class MegatronTarget(TrainerTarget):
         }
         texts = {}
         if self.is_chunked:
-            files = self._chunks(bound, folder, common)
+            # source: transformer_config.py, transformer_block.py (non_homogeneous_layers)
+            is_stacked = not isinstance(args.get("moe_layer_freq"), list)
+            files = self._chunks(bound, folder, common, is_stacked=is_stacked)
             texts[f"{folder}/metadata.json"] = json.dumps(_BACKEND)
         else:
             files = self._rank_files(bound, folder, common)
@@ -291,12 +293,15 @@ class MegatronTarget(TrainerTarget):
                 model[f"{module}._extra_state"] = None
         return model
 
-    def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
-        """Return the files of each rank, ``common.pt``, and ``.metadata`` with the place of each chunk."""
+    def _chunks(
+        self, bound: Bound, folder: str, common: dict[str, Any], *, is_stacked: bool
+    ) -> list[_core.PlacedFile]:
+        """Return the files of each rank, ``common.pt``, and ``.metadata`` with the place of each chunk.
+
+        Layers are stacked along an axis of their own, or numbered.
+        """
         layers, experts, records = _count_layers(bound), bound.axes.get("E", 0), Records(folder)
         mixed = _find_layers_of_experts(bound)
-        # Layers are stacked along an axis of their own where all are alike. source: transformer_block.py
-        is_stacked = len({layer for layer in mixed if layer < layers}) in (0, layers)
         states: dict[str, str] = {}
         for name, tensor in _ordered(bound.tensors):
             full, layer, expert = tensor.whole, tensor.layer, tensor.expert
