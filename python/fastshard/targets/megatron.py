@@ -199,7 +199,7 @@ class MegatronTarget(TrainerTarget):
                 "a copy of the embedding",
                 expected="--pp 1",
                 got=f"--pp {pp}",
-                help="choose the form that serves all degrees, or leave these layers out",
+                help="choose the form that serves all degrees",
                 run=["--to megatron:torch_dist"],
             )
         args, findings = self._args(bound)
