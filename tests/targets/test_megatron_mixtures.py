@@ -12,8 +12,8 @@ import moe_maker
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import FIXTURES, cli, copy, edit_safetensors, load_pt, read_result, sha256
-from safetensors.torch import load_file
+from helpers import FIXTURES, cli, copy, edit_pt, edit_safetensors, load_pt, read_result, sha256
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 SHARDED = FIXTURES / "sharded"
@@ -144,7 +144,7 @@ def test_a_copy_in_a_further_layer_that_differs_is_not_lost(name: str, tmp_path:
     [
         ({"rope_interleave": False}, "rope_interleave"),
         ({"attention_bias": True}, "biases"),
-        ({"topk_group": 4}, "number of best experts"),
+        ({"topk_group": 1}, "number of best experts"),
         ({"norm_topk_prob": False}, "norm_topk_prob"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ({"rope_parameters": deepseek_maker.YARN | {"attention_factor": 2.0}}, "attention_factor"),
@@ -188,6 +188,126 @@ def test_stages_need_not_divide_the_layers_of_torch_dist(tmp_path: Path) -> None
     same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
     ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:legacy", "--pp", 3)
     assert ran.code == 2 and ran.having("FS204"), ran.out
+
+
+def change_args(root: Path, **changes: Any) -> Path:
+    for file in sorted((root / "release").rglob("*.pt")):
+        edit_pt(
+            file, lambda content: [setattr(content["args"], key, value) for key, value in changes.items()]
+        )
+    (root / "fastshard.manifest.json").unlink(missing_ok=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek with YaRN as `hf`, and as rank files and chunks of Megatron-LM."""
+    root = tmp_path_factory.mktemp("deepseek")
+    deepseek_maker.model(rope_parameters=deepseek_maker.YARN).save_pretrained(root / "hf")
+    for form in ("legacy", "torch_dist"):
+        convert(root / "hf", root / form, form, (2, 1, 2, 1))
+    return root
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_mlp_glu_interleave_size": 8},
+        {"moe_router_topk_limited_devices": 2},
+        {"moe_shared_expert_intermediate_size": 36},
+        {"moe_router_enable_expert_bias": False},
+        {"qk_layernorm": False},
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 4},
+        {"mscale": 2.0, "mscale_all_dim": 0.0},
+        {"norm_epsilon": 1e-5},
+        {"moe_router_topk": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_arguments_of_another_computation_are_refused(
+    changes: dict[str, Any], form: str, deepseek: Path, tmp_path: Path
+) -> None:
+    root = change_args(copy(deepseek / form, tmp_path / "ckpt"), **changes)
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf", "--vocab-size", 250)
+    assert ran.code in (1, 2) and ran.errors and not (tmp_path / "out").exists(), ran.out
+
+
+def test_ranks_that_disagree_on_the_model_are_told_apart(deepseek: Path, tmp_path: Path) -> None:
+    root = copy(deepseek / "legacy", tmp_path / "ckpt")
+    file = next((root / "release/mp_rank_01_001").glob("*.pt"))
+    edit_pt(file, lambda content: setattr(content["args"], "moe_router_topk_scaling_factor", 9.0))
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf", "--vocab-size", 250)
+    assert ran.code == 1 and not (tmp_path / "out").exists()
+    assert "moe_router_topk_scaling_factor" in ran.out
+
+
+def test_its_own_config_changes_nothing_and_another_one_is_said(deepseek: Path, tmp_path: Path) -> None:
+    def run(name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
+        config = json.loads((deepseek / "hf/config.json").read_text()) | changes
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        command = ("--to", "hf", "--vocab-size", 250, "--config", tmp_path / f"{name}.json")
+        ran = cli("convert", deepseek / "legacy", tmp_path / name, *command)
+        made = tmp_path / name / "config.json"
+        return ran, json.loads(made.read_text()) if made.exists() else {}
+
+    plain = tmp_path / "plain"
+    to_hf(deepseek / "legacy", plain)
+    ran, config = run("own")
+    assert ran.code == 0 and not ran.having("FS215") and not ran.having("FS212"), ran.out
+    assert config == json.loads((plain / "config.json").read_text())
+    assert (config["scoring_func"], config["topk_method"]) == ("sigmoid", "noaux_tc")
+    ran, config = run("scaled", routed_scaling_factor=1.5)
+    assert ran.code == 0 and config["routed_scaling_factor"] == 1.5
+    assert "moe_router_topk_scaling_factor" in ran.out
+    for name, changes in (
+        ("unnormalised", {"norm_topk_prob": False}),
+        ("halves", {"rope_interleave": False}),
+        ("dense", {"first_k_dense_replace": 2}),
+    ):
+        ran, config = run(name, **changes)
+        assert ran.code != 0 and not config, (name, ran.out)
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_a_tied_head_has_copies_in_further_layers(form: str, tmp_path: Path) -> None:
+    want = deepseek_maker.save_with_further_layers(tmp_path / "hf", 1)
+    del want["lm_head.weight"]
+    want["model.layers.4.shared_head.head.weight"] = want["model.embed_tokens.weight"].clone()
+    save_file(want, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    change_config(tmp_path / "hf", "tie_word_embeddings", True)
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 1, 2, 1))
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), want)
+
+
+@pytest.mark.parametrize("value", [[1, 1], 1])
+def test_layers_are_numbered_if_the_arguments_list_them(value: object, tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for file in sorted(root.rglob("*.pt")):
+        edit_pt(file, lambda content: setattr(content["args"], "moe_layer_freq", value))
+    convert(root, tmp_path / "out", "torch_dist", (1, 1, 2, 1))
+    names = dcp.FileSystemReader(tmp_path / "out/iter_0000010").read_metadata().state_dict_metadata
+    number = "0." if isinstance(value, list) else ""
+    assert f"decoder.layers.{number}mlp.router.weight" in names
+    same(to_hf(tmp_path / "out", tmp_path / "back"), load_file(MIXTRAL / "model.safetensors"))
+
+
+def test_one_expert_whose_weight_is_made_one_is_refused(tmp_path: Path) -> None:
+    moe_maker.model(num_experts_per_tok=1).save_pretrained(tmp_path / "hf")
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2 and ran.having("FS514", message="number of best experts"), ran.out
+
+
+def test_torchtitans_mixtures_lead_to_megatron(tmp_path: Path) -> None:
+    for name, model in (
+        ("deepseek", deepseek_maker.model()),
+        ("qwen", moe_maker.qwen(3, norm_topk_prob=True)),
+    ):
+        model.save_pretrained(tmp_path / name)
+        assert cli("convert", tmp_path / name, tmp_path / f"{name}_dcp", "--to", "dcp:torchtitan").code == 0
+        convert(tmp_path / f"{name}_dcp", tmp_path / f"{name}_megatron", "torch_dist", (2, 1, 2, 1))
+        have = to_hf(tmp_path / f"{name}_megatron", tmp_path / f"{name}_back")
+        same(have, load_file(tmp_path / name / "model.safetensors"))
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])

@@ -302,13 +302,19 @@ def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> E
     if not of.experts:
         return None
     normalised = not of.having("norm_topk_prob") or bool(config.get("norm_topk_prob"))
+    groups, best_groups = (
+        whole_number(config, key, 1) if of.having(key) else 1 for key in ("n_group", "topk_group")
+    )
+    if groups == best_groups:
+        # The best of all groups.
+        groups = best_groups = 1
     return Experts(
         whole_number(config, "num_experts_per_tok", 1),
         normalised,
         scores=of.scores,
         correction=of.scores == "sigmoid",
-        groups=whole_number(config, "n_group", 1) if of.having("n_group") else 1,
-        best_groups=whole_number(config, "topk_group", 1) if of.having("topk_group") else 1,
+        groups=groups,
+        best_groups=best_groups,
         scale=positive_number(config, "routed_scaling_factor", 1.0)
         if of.having("routed_scaling_factor")
         else 1.0,

@@ -269,7 +269,8 @@ class Megatron:
             words=_WORDS,
             assumed=assumed,
         )
-        return replace(model, others=(*model.others, *_lacks_of_mixture(model)))
+        contradictions = _find_contradictions(values, facts) if experts or latent else []
+        return replace(model, others=(*model.others, *_lacks_of_mixture(model), *contradictions))
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
         """Return arguments that describe the model, and the assumptions; those of the run are left out.
@@ -364,7 +365,7 @@ def _write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         scaling = {
             "factor": None,
             "original_max_position_embeddings": model.max_positions,
-            **model.rope.scaling,
+            **{key: value for key, value in model.rope.scaling.items() if value is not None},
         }
         out["rope_type"] = "yarn"
         for key, (argument, default) in _YARN.items():
@@ -422,7 +423,8 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         lacking.append(
             Lack("rope_parameters by kinds of layers", "one set", shown(settings["rope_by_layers"]))
         )
-    if kind not in ("default", "llama3"):
+    is_latent = config.get("kv_lora_rank") is not None
+    if kind not in ("default", "llama3") and not (is_latent and kind == "yarn"):
         lacking.append(Lack("rope_scaling", "default | llama3", kind))
     if isinstance(window, list):
         lacking.append(Lack("sliding window in some layers", "none", ", ".join(window)))
@@ -442,8 +444,74 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found["window_size"] = None if window is None else (window - 1, 0)
     if isinstance(tied := config.get("tie_word_embeddings"), bool):
         found[UNTIED] = not tied
+    if is_latent:
+        of_latent, unlike = _read_config_of_latent(config, settings)
+        # The size of a head is that of its rotated part there.
+        of_heads = ("kv_channels", "use_rope_scaling", "rope_scaling_factor")
+        found = {key: value for key, value in found.items() if key not in of_heads}
+        found |= of_latent
+        lacking += unlike
     if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
         lacking.append(Lack("hidden_act", "silu", shown(act)))
+    return found, lacking
+
+
+#: Settings of a DeepSeek by their names in config.json, as arguments.
+_OF_DEEPSEEK = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+}
+#: What Megatron-LM computes of such a model, by the keys of config.json.
+_FIXED_OF_DEEPSEEK: dict[str, Any] = {
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+def _read_config_of_latent(
+    config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Lack]]:
+    """Read the settings of a model with attention over a latent that its config.json states, as arguments.
+
+    Returns the settings, and what no argument states.
+
+    Args:
+        config: the content of the file.
+        settings: what :func:`.read_settings` found in it.
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    found = {to: config[key] for key, to in _OF_DEEPSEEK.items() if config.get(key) is not None}
+    lacking = [
+        Lack(key, shown(value), shown(config[key]))
+        for key, value in _FIXED_OF_DEEPSEEK.items()
+        if config.get(key) not in (None, value)
+    ]
+    layers, dense = settings.get("num_hidden_layers"), config.get("first_k_dense_replace")
+    if isinstance(layers, int) and isinstance(dense, int) and 0 <= dense <= layers:
+        found["moe_layer_freq"] = [0] * dense + [1] * (layers - dense)
+    shared, expert = config.get("n_shared_experts"), settings.get("expert_size")
+    if isinstance(shared, int) and isinstance(expert, int):
+        found["moe_shared_expert_intermediate_size"] = shared * expert or None
+    groups, best = config.get("n_group"), config.get("topk_group")
+    if groups is not None and best is not None and groups != best:
+        found |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+    if "rope_type" in settings:
+        is_scaled = settings["rope_type"] == "yarn"
+        found["rope_type"] = "yarn" if is_scaled else "rope"
+        for key, (argument, _) in _YARN.items():
+            if is_scaled and f"rope.{key}" in settings:
+                found[argument] = settings[f"rope.{key}"]
+        every = settings.get("rope.mscale_all_dim") or 0.0
+        found |= {"mscale_all_dim": every, "mscale": settings.get("rope.mscale", 1.0) if every else 1.0}
     return found, lacking
 
 
@@ -569,13 +637,31 @@ def facts_of(model: Model) -> dict[str, bool]:
     }
 
 
+def _find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> list[Lack]:
+    """Find what the arguments deny and the tensors show, and sizes that transformers cannot state."""
+    found = []
+    if facts.get("router_correction") and args.get("moe_router_enable_expert_bias") is False:
+        found.append(Lack("moe_router_enable_expert_bias", "True: the files have a bias of experts", "False"))
+    if facts.get("mla") and args.get("qk_layernorm") is False:
+        found.append(Lack("qk_layernorm", "True: the files have norms of latents", "False"))
+    shared, expert = (
+        size(args, "moe_shared_expert_intermediate_size"),
+        size(args, "moe_ffn_hidden_size") or size(args, "ffn_hidden_size"),
+    )
+    if shared and expert and shared % expert:
+        key = "moe_shared_expert_intermediate_size"
+        found.append(Lack(key, f"a multiple of {expert}, the size of an expert", str(shared)))
+    return found
+
+
 def _lacks_of_mixture(model: Model) -> list[Lack]:
     """List what transformers and Megatron-LM compute each in its own way."""
     experts, lacking = model.experts, []
     if experts is not None and experts.groups > 1 and experts.best // experts.best_groups != _BEST_IN_GROUP:
         got = f"{experts.best} of {experts.best_groups} groups"
         lacking.append(Lack("number of best experts", f"{_BEST_IN_GROUP} for each group", got))
-    if experts is not None and experts.scores == "sigmoid" and experts.best == 1:
+    if experts is not None and experts.best == 1 and (experts.normalised or experts.scores == "sigmoid"):
+        # source: transformer_config.py, "Please use --moe-router-pre-softmax when topk is 1."
         lacking.append(Lack("number of best experts", "2 or more: the weight of one is not made 1", "1"))
     if model.latent and model.eps not in (None, _LATENT_EPS):
         expected = f"{_LATENT_EPS}, which transformers' norms of latents have"
@@ -592,15 +678,21 @@ def _lacks_of_yarn(rope: Rope) -> list[Lack]:
     if rope.kind != "yarn":
         return []
     known = {*_YARN, "mscale", "mscale_all_dim", "rope_type", "type", "rope_theta", "truncate"}
+    known |= {"partial_rotary_factor"}
+    scaling = {key: value for key, value in rope.scaling.items() if value is not None}
     lacking = [
-        Lack(f"rope_scaling ({key})", "none", shown(rope.scaling[key]))
-        for key in sorted(rope.scaling.keys() - known)
+        Lack(f"rope_scaling ({key})", "none", shown(scaling[key])) for key in sorted(scaling.keys() - known)
     ]
-    every, some = rope.scaling.get("mscale_all_dim"), rope.scaling.get("mscale")
+    every, some = scaling.get("mscale_all_dim"), scaling.get("mscale")
     if bool(every) and not some:
         lacking.append(Lack("rope_scaling (mscale)", "a number beside mscale_all_dim", "none"))
-    if rope.scaling.get("truncate", True) is not True:
-        lacking.append(Lack("rope_scaling (truncate)", "true", shown(rope.scaling["truncate"])))
+    if scaling.get("truncate", True) is not True:
+        lacking.append(Lack("rope_scaling (truncate)", "true", shown(scaling["truncate"])))
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        got = shown(scaling["partial_rotary_factor"])
+        lacking.append(Lack("rope_scaling (partial_rotary_factor)", "1", got))
+    if scaling.get("factor") is None:
+        lacking.append(Lack("rope_scaling (factor)", "a number", "none"))
     return lacking
 
 
@@ -722,7 +814,7 @@ def _read_rope_of_latent(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, lis
         return rope, lacking
     scaling = {
         "factor": factor,
-        "original_max_position_embeddings": _real(args, "original_max_position_embeddings", 4096),
+        "original_max_position_embeddings": int(_real(args, "original_max_position_embeddings", 4096)),
         "beta_fast": _real(args, "beta_fast", 32.0),
         "beta_slow": _real(args, "beta_slow", 1.0),
     }
@@ -737,6 +829,7 @@ def _routing(args: Mapping[str, Any]) -> list[Lack]:
     kinds = args.get("moe_router_load_balancing_type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     checks = [
+        ("moe_router_topk_limited_devices", "None", args.get("moe_router_topk_limited_devices") or None),
         ("moe_apply_probs_on_input", "False", bool(args.get("moe_apply_probs_on_input"))),
         ("moe_expert_capacity_factor", "None", args.get("moe_expert_capacity_factor")),
         (

@@ -175,7 +175,7 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             f"no {format} layout for the family {model.family!r}",
-            expected=" | ".join(family for kind in kinds for family in kind.families),
+            expected=" | ".join(dict.fromkeys(family for kind in kinds for family in kind.families)),
             got=model.family,
             help=f"merge it, which writes the tensors under {model.framework}'s own names",
             run=["fastshard merge CKPT OUT"],

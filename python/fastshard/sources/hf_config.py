@@ -381,7 +381,8 @@ def _take_spelling(
         )
         source.model = replace(source.model, dialect=None, no_table=why)
         return
-    name = str(naming_schemes.tables(str(config_json.layout_of(config)))[spelling])
+    layout = str(config_json.layout_of(config))
+    name = str(naming_schemes.tables(layout)[spelling])
     table = tables.table(name)
     source.binding.layout = name
     if outer:
@@ -392,7 +393,11 @@ def _take_spelling(
     source.index.is_provable = True
     unloaded = (outer + min(names), _OWN_NAMES)
     source.model = replace(
-        source.model, spelling=framework, family=table.family, no_table=None, unloaded=unloaded
+        source.model,
+        spelling=framework,
+        family=layout.removeprefix("hf."),
+        no_table=None,
+        unloaded=unloaded,
     )
     if source.binding.vocab_size:
         source.binding.axes.pop("V", None)

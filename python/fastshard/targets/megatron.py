@@ -215,7 +215,7 @@ class MegatronTarget(TrainerTarget):
         texts = {}
         if self.is_chunked:
             # source: transformer_config.py, transformer_block.py (non_homogeneous_layers)
-            is_stacked = not isinstance(args.get("moe_layer_freq"), list)
+            is_stacked = args.get("moe_layer_freq") in (None, 1)
             files = self._chunks(bound, folder, common, is_stacked=is_stacked)
             texts[f"{folder}/metadata.json"] = json.dumps(_BACKEND)
         else:

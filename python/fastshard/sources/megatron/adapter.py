@@ -250,7 +250,7 @@ def _differs(
         degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
         why = f"{grid.long_rank(grid.places[i])} is beyond the {degrees} ranks of this checkpoint"
         findings.append(unexpected(found.files[i].path, why))
-    keys = (
+    keys: tuple[str, ...] = (
         "num_layers",
         "hidden_size",
         "num_attention_heads",
@@ -260,6 +260,7 @@ def _differs(
         "pipeline_model_parallel_size",
         "expert_model_parallel_size",
     )
+    keys = (*keys, *sorted(megatron.SETTINGS.difference(keys)))
     findings += differing(
         codes.RANKS_DISAGREE,
         [(f"args.{key}", first.get(key), own.get(key)) for key in keys],

@@ -102,6 +102,13 @@ def mixture(args: Mapping[str, Any], names: Iterable[str]) -> bool:
     return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
 
 
+#: Arguments with which rows lie otherwise, or layers are others, than the table says.
+_UNREAD = (
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "mtp_use_repeated_layer",
+)
 #: Spellings of the norm of the latent of keys and values.
 _LATENT_NORMS = ("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight")
 
@@ -116,7 +123,7 @@ def is_mixed(args: Mapping[str, Any], names: Collection[str]) -> bool:
     words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
     differs = _has_dense_layers(args) or any(args.get(word) for word in words)
     latent = bool(args.get("multi_latent_attention"))
-    if args.get("mtp_use_repeated_layer"):
+    if any(args.get(word) for word in _UNREAD):
         return False
     # Latents without norms (no qk_layernorm) are another model.
     if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
@@ -141,6 +148,11 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
             "moe_mlp_glu_interleave_size",
             "None: all gates before all other rows",
             args.get("moe_mlp_glu_interleave_size"),
+        ),
+        (
+            "moe_shared_expert_glu_interleave_size",
+            "None: all gates before all other rows",
+            args.get("moe_shared_expert_glu_interleave_size"),
         ),
         ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
     ]

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
 
 use super::{Source, Target};
-use crate::layout::resolve::{AtomBox, Instance, Lowered, Registry};
-use crate::layout::table::Truth;
+use crate::layout::resolve::{AtomBox, Instance, Lowered, Outside, Registry};
+use crate::layout::table::{Table, Tied, Truth};
 
 /// (instance, box) of a source.
 pub(super) type BoxId = (u32, u32);
@@ -98,12 +98,11 @@ impl Aliases {
     pub(super) fn new(source: &Source, target: &Target, registry: &Registry) -> Aliases {
         let mut aliases = Aliases::default();
         let sides = [(Some(source.table), source.outside), (target.table, &target.outside)];
-        for (i, (table, outside)) in sides.into_iter().enumerate() {
+        for (i, (table, outside)) in sides.iter().enumerate() {
             let Some(table) = table else { continue };
             for tied in table.tied.iter().filter(|tied| tied.when.holds(&outside.facts) == Truth::Holds) {
-                let (Some(from), Some(to)) = (registry.find(&tied.tensor), registry.find(&tied.to)) else {
-                    continue;
-                };
+                let owner = find_owner(&sides, &tied.to, registry);
+                let (Some(from), Some(to)) = (registry.find(&tied.tensor), owner) else { continue };
                 let has_rule = table.entries.iter().any(|entry| entry.canonical == tied.tensor);
                 if registry.axes(from) == registry.axes(to) {
                     if i == 0 {
@@ -152,6 +151,18 @@ impl Aliases {
         }
         key
     }
+}
+
+/// The canonical tensor that stands for another one: itself, or the one that it is tied to where no side stores it, as a
+/// head that is the embedding.
+fn find_owner(sides: &[(Option<&Table>, &Outside)], name: &str, registry: &Registry) -> Option<u32> {
+    let tied_to = || {
+        sides.iter().find_map(|(table, outside)| {
+            let holds = |tied: &&Tied| tied.tensor == name && tied.when.holds(&outside.facts) == Truth::Holds;
+            table.and_then(|table| table.tied.iter().find(holds)).map(|tied| &tied.to)
+        })
+    };
+    registry.find(name).or_else(|| registry.find(tied_to()?))
 }
 
 impl<'a> Index<'a> {
