@@ -21,6 +21,8 @@ from fastshard.models import huggingface
 from fastshard.models.model import Experts, Model, Rope
 
 CLASSES = tables.classes()
+#: The class of a few comes with their weights.
+OF_TRANSFORMERS = sorted(CLASSES.keys() - {"kimi_k2"})
 SECTION = """
 [model.pebble]
 kind = "Pebble"
@@ -44,7 +46,7 @@ def own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
 def test_a_section_is_of_a_class_of_transformers(kind: str) -> None:
     of, config = CLASSES[kind], transformers.AutoConfig.for_model(kind)
     made = getattr(transformers, of.architecture)
@@ -58,7 +60,7 @@ def test_a_section_is_of_a_class_of_transformers(kind: str) -> None:
     assert set(of.null) <= stated.keys()
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
 def test_what_a_config_leaves_out_means_what_it_does_in_transformers(kind: str) -> None:
     whole = json.loads(transformers.AutoConfig.for_model(kind).to_json_string(use_diff=False))
     # Both keys hold one thing.
@@ -77,7 +79,7 @@ def test_every_key_has_a_value() -> None:
     model = Model(
         "somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, window=9, experts=Experts(2)
     )
-    axes = dict.fromkeys("VHFLgrdE", 2)
+    axes = dict.fromkeys([*"VHFLgrdEQKMS", "nope", "rope", "vd"], 2)
     for key in KEYS:
         of = replace(CLASSES["llama"], keys=[key])
         config, _ = huggingface.write(model, of, axes, "config.json")

@@ -533,24 +533,29 @@ def count_further_layers(args: Mapping[str, Any]) -> int:
     return size(args, "mtp_num_layers") or 0 if args.get("mtp_num_layers") else 0
 
 
-def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+#: No model has more layers: a number beyond is not counted through.
+_MOST_LAYERS = 1 << 18
+
+
+def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
     """List the layers of a mixture that have experts, and those that have none.
 
+    None if the arguments state no pattern of all layers.
     source: megatron/core/models/gpt/gpt_layer_specs.py (get_gpt_decoder_layer_specs)
 
     Raises:
-        FastshardError: ``FS211`` if the arguments state no pattern of all layers.
+        FastshardError: ``FS211`` for a number of layers that is not one.
     """
     layers, every = size(args, "num_layers"), args.get("moe_layer_freq")
     every = 1 if every is None else every
-    if layers is None:
-        raise refused(f"{_LABEL}num_layers", "a positive integer", None)
+    if layers is None or layers > _MOST_LAYERS:
+        return None
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         pattern = [int(layer % every == 0) for layer in range(layers)]
     elif isinstance(every, list) and len(every) == layers and all(one in (0, 1) for one in every):
         pattern = every
     else:
-        raise refused(f"{_LABEL}moe_layer_freq", f"a number, or {layers} times 0 or 1", every)
+        return None
     return [n for n, one in enumerate(pattern) if one], [n for n, one in enumerate(pattern) if not one]
 
 
@@ -792,7 +797,7 @@ def _read_experts(args: Mapping[str, Any], best: int) -> Experts:
         scale=_real(args, "moe_router_topk_scaling_factor", 1.0),
         shared=args.get("moe_shared_expert_intermediate_size") is not None,
         shared_gate=bool(args.get("moe_shared_expert_gate")),
-        dense_layers=tuple(list_layers(args)[1]) if args.get("moe_layer_freq") not in (None, 1) else (),
+        dense_layers=tuple((list_layers(args) or ([], []))[1]),
     )
 
 

@@ -123,7 +123,7 @@ def is_mixed(args: Mapping[str, Any], names: Collection[str]) -> bool:
     words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
     differs = _has_dense_layers(args) or any(args.get(word) for word in words)
     latent = bool(args.get("multi_latent_attention"))
-    if any(args.get(word) for word in _UNREAD):
+    if any(args.get(word) for word in _UNREAD) or megatron.list_layers(args) is None:
         return False
     # Latents without norms (no qk_layernorm) are another model.
     if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
@@ -228,7 +228,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     }
     if mixed:
         source.binding.table = megatron_mixed.table()
-        experts, dense = megatron.list_layers(args)
+        experts, dense = megatron.list_layers(args) or ([], [])
         # By the names of all tables that such a model is led to.
         main = sorted([*experts, *dense])
         further = list(range(len(main), len(main) + megatron.count_further_layers(args)))
