@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import deepseek_maker
 import fastshard
 import moe_maker
 import pytest
@@ -25,38 +26,6 @@ from helpers import assert_refused, cli, read_result
 from names_maker import titan_moe
 from safetensors.torch import load_file, save_file
 from test_spellings import equal, loaded
-
-#: Rows of whole 16 bytes, as transformers' kernel of experts wants them.
-DEEPSEEK: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "moe_intermediate_size": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
-}
-
-
-def deepseek(**changes: Any) -> Any:
-    made = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK | changes))
-    filled = moe_maker._filled(made, 1)
-    for layer in filled.model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias.normal_(0, 0.3)
-    return filled
 
 
 def qwen(**changes: Any) -> Any:
@@ -70,10 +39,10 @@ MODELS: dict[str, tuple[Callable[[], Any], bool]] = {
     "qwen_tied": (lambda: qwen(tie_word_embeddings=True), False),
     "qwen_dense": (lambda: qwen(num_hidden_layers=4, mlp_only_layers=[0, 3]), False),
     "qwen_step": (lambda: qwen(num_hidden_layers=4, decoder_sparse_step=2), False),
-    "deepseek": (deepseek, False),
-    "deepseek_straight": (lambda: deepseek(q_lora_rank=None), False),
-    "deepseek_halves": (lambda: deepseek(rope_interleave=False), True),
-    "deepseek_straight_halves": (lambda: deepseek(q_lora_rank=None, rope_interleave=False), True),
+    "deepseek": (deepseek_maker.model, False),
+    "deepseek_straight": (lambda: deepseek_maker.model(q_lora_rank=None), False),
+    "deepseek_halves": (lambda: deepseek_maker.model(rope_interleave=False), True),
+    "deepseek_straight_halves": (lambda: deepseek_maker.model(q_lora_rank=None, rope_interleave=False), True),
 }
 
 
@@ -247,10 +216,10 @@ def test_a_bias_that_hugging_face_does_not_add_is_not_dropped(kind: str, tmp_pat
 def test_layers_that_predict_further_tokens_are_refused_by_name(tmp_path: Path) -> None:
     """The files of Hugging Face repeat the embedding and the head in each; torchtitan's have one of both."""
     have = files("deepseek")[0]
-    layer = {n.replace("layers.2.", "layers.3."): t + 2 for n, t in have.items() if ".layers.2." in n}
-    sizes = {"enorm": (16,), "hnorm": (16,), "eh_proj": (16, 32), "embed_tokens": (40, 16)}
-    sizes |= {"shared_head.norm": (16,), "shared_head.head": (40, 16)}
-    own = {f"model.layers.3.{n}.weight": torch.ones(size) for n, size in sizes.items()}
+    layer = {n.replace("layers.3.", "layers.4."): t + 2 for n, t in have.items() if ".layers.3." in n}
+    sizes = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "embed_tokens": (250, 32)}
+    sizes |= {"shared_head.norm": (32,), "shared_head.head": (250, 32)}
+    own = {f"model.layers.4.{n}.weight": torch.ones(size) for n, size in sizes.items()}
     source = hf("deepseek", tmp_path / "in", layer | own, num_nextn_predict_layers=1)
     assert fastshard.plan(fastshard.open(source)).findings == []
     ran = assert_refused(source, tmp_path / "out", "FS207", command=("convert", "--to", "dcp:torchtitan"))
@@ -259,8 +228,11 @@ def test_layers_that_predict_further_tokens_are_refused_by_name(tmp_path: Path) 
 
 
 def test_a_bias_of_attention_that_torchtitan_does_not_have_is_refused(tmp_path: Path) -> None:
-    for kind, made in (("qwen", qwen(attention_bias=True)), ("deepseek", deepseek(attention_bias=True))):
-        made.save_pretrained(tmp_path / kind)
+    for kind, network in (
+        ("qwen", qwen(attention_bias=True)),
+        ("deepseek", deepseek_maker.model(attention_bias=True)),
+    ):
+        network.save_pretrained(tmp_path / kind)
         biases = {n for n in load_file(tmp_path / kind / "model.safetensors") if n.endswith(".bias")}
         command = ("convert", "--to", "dcp:torchtitan")
         ran = assert_refused(tmp_path / kind, tmp_path / "out", "FS207", command=command)
@@ -315,7 +287,7 @@ class _Real:
                 if layer.moe is not None:
                     # With a bias in the choice of experts it is another model than that of Hugging Face.
                     layer.moe.load_balance_coeff = None
-            made = self.qwen3.Qwen3Model.Config
+            config_class = self.qwen3.Qwen3Model.Config
         else:
             names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             rope = self.common.ComplexRoPE.Config(dim=c.qk_rope_head_dim, max_seq_len=64, theta=theta)
@@ -338,7 +310,7 @@ class _Real:
                 non_blocking_capacity_factor=None,
                 rope=rope,
             )
-            made = self.v3.DeepSeekV3Model.Config
+            config_class = self.v3.DeepSeekV3Model.Config
         from torchtitan.models.common.attention import ScaledDotProductAttention
 
         for layer in layers:
@@ -347,7 +319,7 @@ class _Real:
             for norm in (layer.attention_norm, layer.ffn_norm, *named):
                 if norm is not None:
                     norm.eps = c.rms_norm_eps
-        return made(
+        return config_class(
             vocab_size=c.vocab_size,
             dim=c.hidden_size,
             layers=layers,
@@ -361,8 +333,8 @@ class _Real:
     def model(self, c: Any) -> Any:
         config = self.config(c)
         of_qwen = c.model_type == "qwen3_moe"
-        made = self.qwen3.Qwen3Model(config) if of_qwen else self.v3.DeepSeekV3Model(config)
-        return made.eval()
+        model = self.qwen3.Qwen3Model(config) if of_qwen else self.v3.DeepSeekV3Model(config)
+        return model.eval()
 
     def adapter(self, c: Any) -> Any:
         of_qwen = c.model_type == "qwen3_moe"
@@ -385,16 +357,16 @@ def test_torchtitan_computes_the_same(kind: str, tmp_path: Path, monkeypatch: py
     with torch.no_grad():
         want = of(tokens).logits
     fastshard.convert(hf(kind, tmp_path / "hf"), tmp_path / "titan", to="dcp:torchtitan")
-    made = real.model(of.config)
-    state = made.state_dict()
+    network = real.model(of.config)
+    state = network.state_dict()
     dcp.load(state, checkpoint_id=tmp_path / "titan", no_dist=True)
-    made.load_state_dict(state)
+    network.load_state_dict(state)
     from torchtitan.models.common.moe import GroupedExperts
 
     monkeypatch.setattr(GroupedExperts, "_grouped_mm", _each_by_itself)
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
     with torch.no_grad():
-        assert (made(tokens) - want).abs().max() < 1e-4
+        assert (network(tokens) - want).abs().max() < 1e-4
     equal(loaded(tmp_path / "titan"), state)
     if not MODELS[kind][1]:
         # It takes the pairs of DeepSeek-V3 as they are, whatever rope_interleave says.

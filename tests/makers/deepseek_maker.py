@@ -74,11 +74,11 @@ def save_with_further_layers(folder: Path, depth: int) -> State:
 def model(seed: int = 0, **changes: Any) -> Any:
     """A tiny model whose router tells the experts apart."""
     torch.manual_seed(seed)
-    made = DeepseekV3ForCausalLM(DeepseekV3Config(**(SIZES | changes)))
+    network = DeepseekV3ForCausalLM(DeepseekV3Config(**(SIZES | changes)))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in network.parameters():
             parameter.normal_(0, 0.3)
-        for name, buffer in made.named_buffers():
+        for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
-    return made.eval()
+    return network.eval()

@@ -86,8 +86,7 @@ class MaxTextTarget:
         elif fused_qkv is not None:
             raise FastshardError.of(codes.USAGE, "--fused-qkv: only GPT-3 has such projections in MaxText")
         elif own:
-            told = source.binding.facts
-            facts = {"tied": told["tied"], "qk_norm": told["qk_norm"]}
+            facts = {fact: source.binding.facts[fact] for fact in ("tied", "qk_norm")}
             facts["interleaved"], model = _kept_order(source, rope_type), None
         else:
             model = model_of(source, "MaxText")
