@@ -34,6 +34,8 @@ NEOX_SEQ = FIXTURES / "gpt_neox/neox_seq_tp2"
 TP4 = FIXTURES / "sharded/tp4_micro"
 HF = FIXTURES / "sharded/hf_sharded"
 STEP = "global_step4"
+#: Model types that transformers has no class for: it comes with the weights.
+TYPES_WITH_OWN_CODE = frozenset({"kimi_k2"})
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 import transformers
 from fastshard.expected import expected_list, from_transformers, transformers_worker
 from fastshard.layouts import tables
+from helpers import TYPES_WITH_OWN_CODE
 from safetensors.torch import save_file
 
 #: What makes a config small, in every class that has the key.
@@ -65,6 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 TYPES = sorted(
     {kind for name in tables.names() if name.startswith("hf.") for kind in tables.table(name).model_types}
+    - TYPES_WITH_OWN_CODE
 )
 
 

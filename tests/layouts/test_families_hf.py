@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from fastshard.layouts import tables
-from helpers import assert_refused, cli, read_result
+from helpers import TYPES_WITH_OWN_CODE, assert_refused, cli, read_result
 from safetensors.torch import load_file, save_file
 
 SMALL: dict[str, Any] = {
@@ -140,8 +140,7 @@ def test_a_table_names_what_transformers_saves(name: str) -> None:
     assert table.misfits({tensor: tuple(values.shape) for tensor, values in have.items()}, axes) == 0
 
 
-#: The class of a few comes with their weights, and with it what a config leaves out.
-KNOWN = {t for name in tables.names() for t in tables.table(name).model_types} - {"kimi_k2"}
+KNOWN = {t for name in tables.names() for t in tables.table(name).model_types} - TYPES_WITH_OWN_CODE
 
 
 @pytest.mark.parametrize("model_type", sorted(KNOWN))

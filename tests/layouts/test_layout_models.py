@@ -19,10 +19,10 @@ from fastshard.layouts.declaration import Evidence
 from fastshard.layouts.model_classes import KEYS
 from fastshard.models import huggingface
 from fastshard.models.model import Experts, Model, Rope
+from helpers import TYPES_WITH_OWN_CODE
 
 CLASSES = tables.classes()
-#: The class of a few comes with their weights.
-OF_TRANSFORMERS = sorted(CLASSES.keys() - {"kimi_k2"})
+OF_TRANSFORMERS = sorted(CLASSES.keys() - TYPES_WITH_OWN_CODE)
 SECTION = """
 [model.pebble]
 kind = "Pebble"
