@@ -18,7 +18,7 @@ from fastshard.layouts import tables
 from fastshard.layouts.declaration import Evidence
 from fastshard.layouts.model_classes import KEYS
 from fastshard.models import huggingface
-from fastshard.models.model import Experts, Model, Rope
+from fastshard.models.model import Attention, Block, Experts, Model, Rope
 from helpers import TYPES_WITH_OWN_CODE
 
 CLASSES = tables.classes()
@@ -76,9 +76,8 @@ def test_what_a_config_leaves_out_means_what_it_does_in_transformers(kind: str) 
 
 def test_every_key_has_a_value() -> None:
     """Of a model that has all that there is."""
-    model = Model(
-        "somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, window=9, experts=Experts(2)
-    )
+    block = Block(Attention(window=9), Experts(2))
+    model = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, blocks=(block,))
     axes = dict.fromkeys([*"VHFLgrdEQKMS", "nope", "rope", "vd"], 2)
     for key in KEYS:
         of = replace(CLASSES["llama"], keys=[key])

@@ -11,7 +11,7 @@ import pytest
 from fastshard import FastshardError
 from fastshard.layouts.declaration import Evidence
 from fastshard.models import gpt_neox, huggingface, maxtext, megatron
-from fastshard.models.model import Experts, Model, Rope
+from fastshard.models.model import Attention, Block, Experts, Model, Rope
 
 AXES = {"V": 512, "H": 64, "F": 96, "L": 2, "g": 2, "r": 2, "d": 16, "E": 4}
 NONE, QKV, ALL = (False,) * 4, (True, False, False, False), (True,) * 4
@@ -29,14 +29,39 @@ CHOICES: dict[str, list[Any]] = {
     "max_positions": [64, 4096],
     "grouped": [True],
 }
-COMPUTED = ("norm", "norm_bias", "gated", "parallel", "positions", *CHOICES)
-LLAMA = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, grouped=True)
+#: Fields of attention, and of a kind of layers.
+OF_ATTENTION, OF_BLOCK = ("window", "qk_norm", "grouped"), ("biases", "experts")
+LLAMA = Model(
+    "somewhere",
+    "llama",
+    eps=1e-5,
+    rope=Rope(10_000),
+    max_positions=64,
+    blocks=(Block(Attention(grouped=True)),),
+)
+
+
+def make_model(**fields: Any) -> Model:
+    """Return the Llama with other values of some fields, wherever these are."""
+    (block,) = LLAMA.blocks
+    attention = {key: fields.pop(key) for key in OF_ATTENTION if key in fields}
+    of_block = {key: fields.pop(key) for key in OF_BLOCK if key in fields}
+    block = replace(block, attention=replace(block.attention, **attention), **of_block)
+    return replace(LLAMA, blocks=(block,), **fields)
+
+
+def values_of(model: Model) -> dict[str, Any]:
+    """Return what a model of one kind of layers computes, by field."""
+    (block,) = model.blocks
+    values = {name: getattr(model, name) for name in ("norm", "norm_bias", "gated", "parallel", "positions")}
+    values |= {name: getattr(model, name) for name in CHOICES if name not in (*OF_ATTENTION, *OF_BLOCK)}
+    return values | {name: getattr(block.attention, name) for name in OF_ATTENTION} | {"biases": block.biases}
 
 
 def models() -> list[Model]:
     random.seed(5)
     everything = list(itertools.product(*CHOICES.values()))
-    return [replace(LLAMA, **dict(zip(CHOICES, one, strict=True))) for one in random.sample(everything, 300)]
+    return [make_model(**dict(zip(CHOICES, one, strict=True))) for one in random.sample(everything, 300)]
 
 
 def facts(model: Model, **names: str) -> dict[str, bool]:
@@ -46,7 +71,7 @@ def facts(model: Model, **names: str) -> dict[str, bool]:
         "attention_bias": qkv,
         "out_bias": out,
         "mlp_bias": mlp,
-        "qk_norm": model.qk_norm,
+        "qk_norm": model.attention.qk_norm,
     }
 
 
@@ -114,10 +139,11 @@ def test_a_dialect_reads_what_it_writes(way: str) -> None:
             continue
         taken += 1
         got = there(model)
-        for field in COMPUTED:
+        have_all = values_of(got)
+        for field, want in values_of(model).items():
             if field in untold:
                 continue
-            have, want = getattr(got, field), getattr(model, field)
+            have = have_all[field]
             if field == "rope":
                 have, want = ((r.base, r.share, r.kind) for r in (have, want))
                 assert model.rope.kind == "default" or all(
@@ -129,14 +155,14 @@ def test_a_dialect_reads_what_it_writes(way: str) -> None:
 
 def test_each_thing_that_a_format_lacks_is_named_by_its_sources_word() -> None:
     values = {"hidden_act": "gelu", "mlp_bias": True, "model_type": "llama", "rope_scaling": {"type": "yarn"}}
-    told = Evidence("llama", facts(replace(LLAMA, biases=MLP)), AXES)
+    told = Evidence("llama", facts(make_model(biases=MLP)), AXES)
     model = huggingface.DIALECT.read(values, told)
     with pytest.raises(FastshardError) as error:
         maxtext.block_of(model)
     assert [f.message.partition("with this ")[2] for f in error.value.findings] == [
         "hidden_act",
-        "set of biases",
         "rope_scaling",
+        "set of biases",
     ]
 
 
@@ -161,7 +187,7 @@ def test_mistrals_window_is_what_transformers_takes(stated: dict[str, Any], wind
 
 
 def test_a_window_of_megatron_reaches_gpt_neox() -> None:
-    args, _ = megatron.DIALECT.write(replace(LLAMA, window=9), AXES, "args")
+    args, _ = megatron.DIALECT.write(make_model(window=9), AXES, "args")
     model = megatron.DIALECT.read(args, Evidence("llama", megatron.facts_of(LLAMA), AXES))
     config, _ = gpt_neox.DIALECT.write(model, AXES, "yml")
     assert config["sliding_window_width"] == 8 and config["attention_config"] == [[["flash"], 2]]
@@ -169,7 +195,7 @@ def test_a_window_of_megatron_reaches_gpt_neox() -> None:
 
 def test_classes_of_transformers_are_the_plainest_that_compute_the_model() -> None:
     def kind(**fields: Any) -> str:
-        return huggingface.class_of(replace(LLAMA, **fields)).model_type
+        return huggingface.class_of(make_model(**fields)).model_type
 
     assert kind() == kind(biases=ALL) == "llama"
     assert kind(window=5) == kind(kin="mistral") == "mistral"

@@ -15,7 +15,7 @@ from ..common.records import dataclass
 from ..layouts.declaration import Evidence
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
-from .model import Lack, Model, Rope, unstated
+from .model import Attention, Block, Lack, Model, Rope, unstated
 from .overridden_settings import read_settings
 from .unsupported import Says
 
@@ -218,6 +218,10 @@ class GptNeoX:
         window = _window(values)
         # Llama rotates all of a head, as GPT-NeoX's own default does.
         rope = Rope(known("rope.base", "rotary_emb_base", 10000), known("rope.share", "rotary_pct", 1.0))
+        biases = features.attention_bias, features.dense_bias, features.mlp_bias, features.mlp_out_bias
+        # The token itself is not among those that it states.
+        attention = Attention(window=None if window is None else window + 1, grouped=features.gqa)
+        block = Block(attention, biases=biases)
         return Model(
             framework=self.name,
             family=evidence.family,
@@ -230,11 +234,7 @@ class GptNeoX:
             parallel=parallel,
             positions="learned" if features.learned_positions else str(values.get("pos_emb", "rotary")),
             rope=rope,
-            # The token itself is not among those that it states.
-            window=None if window is None else window + 1,
-            biases=(features.attention_bias, features.dense_bias, features.mlp_bias, features.mlp_out_bias),
-            qk_norm=False,
-            grouped=features.gqa,
+            blocks=(block,),
             tied=facts.get("tied", False),
             max_positions=known("max_positions", "max_position_embeddings", 2048),
             tokens=tokens,
@@ -296,9 +296,9 @@ class GptNeoX:
             out["mlp_multiple_of"] = 1
         if axes.get("r", 1) > 1:
             out["num_kv_heads"] = axes["g"]
-        if model.window is not None:
+        if (window := model.attention.window) is not None:
             # GPT-NeoX has windows in flash attention alone.
-            out["sliding_window_width"] = model.window - 1
+            out["sliding_window_width"] = window - 1
             out["attention_config"] = [[["flash"], axes["L"]]]
         findings = model.list_assumptions(
             "eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file

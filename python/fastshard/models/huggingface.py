@@ -16,7 +16,7 @@ from ..layouts.declaration import Evidence
 from ..layouts.model_classes import KEYS, PLACES, ModelClass
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
-from .model import Experts, Lack, Model, Rope
+from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts
 from .unsupported import Says
 
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
@@ -53,7 +53,7 @@ def _says(of: ModelClass) -> Says:
         qk_norm=(of.qk_norm,),
         grouped=(False, True) if of.grouped else (False,),
         further_layers=of.having("num_nextn_predict_layers"),
-        latent=(of.latent,),
+        attentions=("latent" if of.latent else "heads",),
         experts=of.experts,
         unnormalised=of.having("norm_topk_prob"),
         scores=(of.scores,),
@@ -94,17 +94,16 @@ def class_of(model: Model, help: str | None = None) -> ModelClass:
 
 def layout_of(model: Model, of: ModelClass) -> str:
     """Return the name of the table of a class's tensors."""
-    is_mixed = model.experts is not None and model.experts.dense_layers
-    return of.dense_layout if is_mixed and of.dense_layout else of.layout
+    return of.dense_layout if model.dense_layers and of.dense_layout else of.layout
 
 
 def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
     """Return the facts of the class's layout table."""
     qkv, out, mlp, _ = model.biases
     facts = {"tied": model.tied, "head": not model.tied, "attention_bias": qkv}
-    facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.qk_norm}
+    facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.attention.qk_norm}
     if of.latent:
-        facts["q_lora"] = model.latent_queries
+        facts["q_lora"] = model.attention.latent_queries
     if model.experts is not None:
         shared = {"shared_experts": model.experts.shared, "shared_expert": model.experts.shared_gate}
         facts |= {"stacked_experts": False, **shared}
@@ -137,7 +136,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     Unstated settings are None.
     """
     scaled = model.rope.kind != "default"
-    base, windowed = _whole(model.rope.base), True if model.window is not None else None
+    base, windowed = _whole(model.rope.base), True if model.attention.window is not None else None
     values: dict[str, Any] = _sizes(axes, model.further_layers) | {
         "hidden_act": model.activation,
         "tie_word_embeddings": model.tied,
@@ -168,15 +167,15 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
             "n_group": experts.groups,
             "topk_group": experts.best_groups,
             "routed_scaling_factor": experts.scale,
-            "first_k_dense_replace": len(experts.dense_layers),
-            "mlp_only_layers": list(experts.dense_layers),
+            "first_k_dense_replace": len(model.dense_layers),
+            "mlp_only_layers": list(model.dense_layers),
             "num_nextn_predict_layers": model.further_layers,
             # A model without dense layers has no size for them.
             "intermediate_size": values.get("intermediate_size", size),
             "rope_interleave": True,
         }
     return values | {
-        "sliding_window": model.window,
+        "sliding_window": model.attention.window,
         # A window is in the layers from some number on, and only where the config says so.
         "use_sliding_window": windowed,
         "max_window_layers": windowed and 0,
@@ -271,21 +270,41 @@ class HuggingFace:
             activation=_SAME.get(activation, activation),
             parallel=of.having("use_parallel_residual") and bool(settings.get("use_parallel_residual")),
             rope=rope,
-            window=window,
-            biases=_biases(evidence.facts, of),
-            qk_norm=evidence.facts.get("qk_norm", False),
-            grouped=evidence.axes.get("r", 1) > 1,
-            further_layers=len(evidence.sets["mtp"][1]) if "mtp" in evidence.sets else 0,
-            latent=of.latent,
-            latent_queries=of.latent and evidence.facts.get("q_lora", False),
+            blocks=_blocks(settings, of, evidence, window),
+            further_layers=len(_layers_of("mtp", evidence)),
             tied=evidence.facts.get("tied", False),
-            experts=_experts(settings, of, evidence),
             max_positions=whole_number(settings, "max_position_embeddings", 2048),
             kin=kind,
             others=(*some, *several, *strange, *_besides(settings, of)),
             words=_WORDS | {"eps": eps},
             config=values,
         )
+
+
+def _layers_of(name: str, evidence: Evidence) -> Sequence[int]:
+    """Return the layers of a set of the table; none if the table has no such set."""
+    return evidence.sets[name][1] if name in evidence.sets else ()
+
+
+def _blocks(
+    config: Mapping[str, Any], of: ModelClass, evidence: Evidence, window: int | None
+) -> tuple[Block, ...]:
+    """Return the kinds of layers of a model.
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    facts = evidence.facts
+    attention = Attention(
+        "latent" if of.latent else "heads",
+        window=window,
+        qk_norm=facts.get("qk_norm", False),
+        grouped=evidence.axes.get("r", 1) > 1,
+        latent_queries=of.latent and facts.get("q_lora", False),
+    )
+    block = Block(attention, _experts(config, of, evidence), _biases(facts, of))
+    dense = _layers_of("dense", evidence) if block.experts else ()
+    return change_layers([block], dense, evidence.axes.get("L", 0), drop_experts)
 
 
 def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool, bool]:
@@ -320,7 +339,6 @@ def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> E
         else 1.0,
         shared=any(evidence.facts.get(fact, False) for fact in ("shared_expert", "shared_experts")),
         shared_gate=evidence.facts.get("shared_expert", False),
-        dense_layers=tuple(evidence.sets["dense"][1]) if "dense" in evidence.sets else (),
     )
 
 

@@ -17,7 +17,7 @@ from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Evidence
 from . import huggingface, unsupported
 from .config_fields import flag, positive_number, whole_number
-from .model import Experts, Lack, Model, Rope, unstated
+from .model import Attention, Block, Experts, Lack, Model, Rope, unstated
 from .unsupported import Says
 
 #: Keys that tell MaxText's yml from other configs.
@@ -67,7 +67,7 @@ LLAMA = Says(
 
 
 @dataclass(frozen=True)
-class Block:
+class DecoderBlock:
     """A kind of MaxText's decoder blocks."""
 
     #: Its table is ``maxtext.FAMILY``.
@@ -101,10 +101,12 @@ _MIXTURE = replace(LLAMA, families=("mixtral", "qwen_moe"), experts=True)
 #: takes the softmax over the best alone, so norm_topk_prob changes nothing.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
 BLOCKS = (
-    Block("llama", LLAMA, {"llama": "llama2", "mistral": "mistral"}, interleaved=True),
-    Block("llama", replace(LLAMA, kind="Qwen3", qk_norm=(True,)), {"qwen3": "qwen3"}, {"use_qk_norm": True}),
-    Block("mixtral", replace(_MIXTURE, kind="Mixtral"), {"mixtral": "mixtral"}),
-    Block(
+    DecoderBlock("llama", LLAMA, {"llama": "llama2", "mistral": "mistral"}, interleaved=True),
+    DecoderBlock(
+        "llama", replace(LLAMA, kind="Qwen3", qk_norm=(True,)), {"qwen3": "qwen3"}, {"use_qk_norm": True}
+    ),
+    DecoderBlock("mixtral", replace(_MIXTURE, kind="Mixtral"), {"mixtral": "mixtral"}),
+    DecoderBlock(
         "qwen_moe",
         replace(_MIXTURE, kind="Qwen3-MoE", qk_norm=(True,)),
         {"qwen3_moe": "qwen3_moe"},
@@ -113,7 +115,7 @@ BLOCKS = (
 )
 
 
-def find_block(family: str, qk_norm: bool, config: Mapping[str, Any]) -> Block:
+def find_block(family: str, qk_norm: bool, config: Mapping[str, Any]) -> DecoderBlock:
     """Return the block that names and a yml show.
 
     Args:
@@ -127,18 +129,27 @@ def find_block(family: str, qk_norm: bool, config: Mapping[str, Any]) -> Block:
     return (shown or named or near)[0]
 
 
-def block_of(model: Model) -> Block:
+def block_of(model: Model) -> DecoderBlock:
     """Return the block that computes a model.
 
     Raises:
         FastshardError: ``FS514``, one finding for each reason why none does.
     """
-    if model.window is not None and model.max_positions and model.window >= model.max_positions:
+    positions = model.max_positions
+    if positions:
         # All that the model may read is within the window.
-        model = replace(model, window=None)
+        model = replace(model, blocks=tuple(_drop_window(block, positions) for block in model.blocks))
     kinds = [block.says for block in BLOCKS]
     unsupported.refuse("MaxText", kinds, model)
     return BLOCKS[kinds.index(unsupported.fitting(model, kinds)[0])]
+
+
+def _drop_window(block: Block, positions: int) -> Block:
+    """Return the block without a window that holds so many positions."""
+    window = block.attention.window
+    if window is None or window < positions:
+        return block
+    return replace(block, attention=replace(block.attention, window=None))
 
 
 def is_mixture(family: str) -> bool:
@@ -174,7 +185,7 @@ class Pairs:
     scaled: bool
 
 
-def pairs_of(config: Mapping[str, Any], block: Block) -> Pairs | None:
+def pairs_of(config: Mapping[str, Any], block: DecoderBlock) -> Pairs | None:
     """Return the rotary embedding by a yml or ``config.json``, since no checkpoint of MaxText states it.
 
     None if the order of queries and keys stays open: with only some ``model_name`` in the yml of a Llama, or
@@ -277,6 +288,8 @@ class MaxText:
             )
         )
         scaled = pairs is not None and pairs.scaled
+        grouped = evidence.axes.get("r", 1) > 1 or bool(evidence.facts.get("gqa"))
+        attention = Attention(qk_norm=block.qk_norm, grouped=grouped)
         return Model(
             framework=self.name,
             family=evidence.family,
@@ -284,10 +297,8 @@ class MaxText:
             rope=Rope(
                 found["rope.base"], 1.0, "llama3" if scaled else "default", LLAMA3_SCALING if scaled else {}
             ),
-            qk_norm=block.qk_norm,
-            grouped=evidence.axes.get("r", 1) > 1 or bool(evidence.facts.get("gqa")),
+            blocks=(Block(attention, experts),),
             tied=tied,
-            experts=experts,
             # MaxText's block attends to all positions before. source: MaxText models/mistral.py
             kin=block.model_type(values.get("decoder_block")),
             others=tuple(_besides(values, tied, block)),
@@ -341,11 +352,11 @@ class MaxText:
         written = ["eps", "rope.base", "rope.share", "rope.scaling"]
         written += ["experts.best"] if model.experts is not None else []
         findings = model.list_assumptions(*written, file=file)
-        if model.window is not None:
+        if (window := model.attention.window) is not None:
             findings.append(
                 Finding.of(
                     codes.NOT_PROVABLE,
-                    f"sliding_window {model.window} is left out: max_position_embeddings is "
+                    f"sliding_window {window} is left out: max_position_embeddings is "
                     f"{model.max_positions}, "
                     "and MaxText's block, which sees all positions before, computes the same up to there",
                     severity="note",
@@ -396,7 +407,7 @@ def _best(config: Mapping[str, Any]) -> int:
     return whole_number(config, key, 1)
 
 
-def _besides(config: Mapping[str, Any], tied: bool, block: Block) -> list[Lack]:
+def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list[Lack]:
     """List features of a MaxText model that no other framework computes. source: MaxText configs/base.yml"""
     activations = config.get("mlp_activations", ["silu", "linear"])
     linear = config.get("rope_linear_scaling_factor", 1.0)
@@ -438,7 +449,7 @@ def _routing(config: Mapping[str, Any]) -> list[tuple[str, str, Any, bool]]:
     return [*checks, ("capacity_factor", "-1.0", capacity, unlimited or sparse is True)]
 
 
-def _order_open(block: Block) -> Finding:
+def _order_open(block: DecoderBlock) -> Finding:
     taken, other = ("llama3.1", "default") if block.interleaved else ("default", "llama3.1")
     return _report_assumed(
         f"rope_type: taken for {taken}, whose order of queries and keys MaxText's converter writes; "

@@ -15,7 +15,7 @@ from ..common.records import replace
 from ..layouts.declaration import Evidence
 from . import config_fields, unsupported
 from .config_fields import refused
-from .model import Experts, Lack, Model, Rope, unstated
+from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
 from .overridden_settings import is_config_json, read_settings
 from .unsupported import Says
 
@@ -78,8 +78,8 @@ _WORDS = {
     "experts.scale": "moe_router_topk_scaling_factor",
     "experts.shared": "moe_shared_expert_intermediate_size",
     "experts.shared_gate": "moe_shared_expert_gate",
-    "experts.dense_layers": "moe_layer_freq",
-    "latent": "multi_latent_attention",
+    "dense_layers": "moe_layer_freq",
+    "attention": "multi_latent_attention",
     "further_layers": "mtp_num_layers",
 }
 #: Settings of the model by their names in :func:`.read_settings`, as arguments.
@@ -182,7 +182,7 @@ DEEPSEEK = replace(
     window=False,
     biases=(_NONE,),
     qk_norm=(False,),
-    latent=(True,),
+    attentions=("latent",),
     unnormalised=False,
     scores=("sigmoid",),
     corrected=True,
@@ -244,6 +244,13 @@ class Megatron:
             rope = Rope(rope.base, rope.share, "llama3", {"factor": factor, **LLAMA3_SCALING})
         # source: transformer_config.py, moe_router_topk = 2
         experts = _read_experts(values, whole("experts.best", "moe_router_topk", 2)) if facts["moe"] else None
+        attention = Attention(
+            "latent" if latent else "heads",
+            window=window,
+            qk_norm=facts["qk_norm"],
+            grouped=evidence.axes.get("r", 1) > 1,
+            latent_queries=latent and values.get("q_lora_rank") is not None,
+        )
         model = Model(
             framework=self.name,
             family=evidence.family,
@@ -255,15 +262,9 @@ class Megatron:
             unknown={} if gated is not None else {"activation": unstated("swiglu", "")},
             positions=_positions(values),
             rope=rope,
-            window=window,
-            biases=(qkv, linear, linear, linear),
-            qk_norm=facts["qk_norm"],
-            grouped=evidence.axes.get("r", 1) > 1,
+            blocks=_list_blocks(values, Block(attention, experts, (qkv, linear, linear, linear))),
             further_layers=count_further_layers(values),
-            latent=latent,
-            latent_queries=latent and values.get("q_lora_rank") is not None,
             tied=facts["tied"],
-            experts=experts,
             max_positions=whole("max_positions", "max_position_embeddings", 4096),
             others=(*_besides(values), *some, *(_routing(values) if experts else ())),
             words=_WORDS,
@@ -292,7 +293,7 @@ class Megatron:
             "num_layers": axes.get("L in main", axes["L"]),
             "hidden_size": axes["H"],
             "ffn_hidden_size": axes["F"] if "F" in axes else axes["M"],
-            **(_write_latent(model, axes) if model.latent else _write_heads(model, axes)),
+            **(_write_latent(model, axes) if is_latent(model) else _write_heads(model, axes)),
             "max_position_embeddings": positions,
             "seq_length": positions,
             "swiglu": True,
@@ -310,9 +311,9 @@ class Megatron:
             "attention_dropout": (model.config or {}).get("attention_dropout", 0.0),
             "tokenizer_type": "HuggingFaceTokenizer",
         }
-        if model.window is not None:
+        if (window := model.attention.window) is not None:
             # Positions to the left besides the token itself, and to the right.
-            out["window_size"] = (model.window - 1, 0)
+            out["window_size"] = (window - 1, 0)
         written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
         if model.experts is not None:
             written.append("experts.best")
@@ -327,7 +328,7 @@ def _write_heads(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         "group_query_attention": axes["r"] > 1,
         "num_query_groups": axes["g"],
         "kv_channels": axes["d"],
-        "qk_layernorm": model.qk_norm,
+        "qk_layernorm": model.attention.qk_norm,
         "use_rope_scaling": model.rope.kind == "llama3",
     }
     if model.rope.kind == "llama3":
@@ -349,7 +350,7 @@ def _write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         "group_query_attention": False,
         "num_query_groups": axes["a"],
         "kv_channels": axes["vd"],
-        "q_lora_rank": axes["Q"] if model.latent_queries else None,
+        "q_lora_rank": axes["Q"] if model.attention.latent_queries else None,
         "kv_lora_rank": axes["K"],
         "qk_head_dim": axes["nope"],
         "qk_pos_emb_head_dim": axes["rope"],
@@ -382,8 +383,8 @@ def _write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> d
     A list says which layers have experts, even if all have them, where layers are numbered and not stacked.
     """
     layers = axes.get("L in main", axes["L"])
-    dense = [layer for layer in experts.dense_layers if layer < layers]
-    is_numbered = bool(dense) or model.latent or experts.shared
+    dense = [layer for layer in model.dense_layers if layer < layers]
+    is_numbered = bool(dense) or is_latent(model) or experts.shared
     out: dict[str, Any] = {
         "num_experts": axes["E"],
         "moe_ffn_hidden_size": axes["M"] if "M" in axes else axes["F"],
@@ -621,7 +622,7 @@ def refuse(model: Model) -> None:
     """
     unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL, DEEPSEEK], model)
     if lacking := [*_lacks_of_mixture(model), *_lacks_of_yarn(model.rope)]:
-        raise unsupported.refused("Megatron-LM", DEEPSEEK if model.latent else MIXTRAL, lacking)
+        raise unsupported.refused("Megatron-LM", DEEPSEEK if is_latent(model) else MIXTRAL, lacking)
 
 
 def facts_of(model: Model) -> dict[str, bool]:
@@ -631,11 +632,11 @@ def facts_of(model: Model) -> dict[str, bool]:
         "tied": model.tied,
         "qkv_bias": qkv,
         "linear_bias": linear,
-        "qk_norm": model.qk_norm,
+        "qk_norm": model.attention.qk_norm,
         "gated": True,
         "moe": model.experts is not None,
-        "mla": model.latent,
-        "q_lora": model.latent_queries,
+        "mla": is_latent(model),
+        "q_lora": model.attention.latent_queries,
         "router_correction": model.experts is not None and model.experts.correction,
         "shared_experts": model.experts is not None and model.experts.shared,
         "shared_gate": False,
@@ -668,7 +669,7 @@ def _lacks_of_mixture(model: Model) -> list[Lack]:
     if experts is not None and experts.best == 1 and (experts.normalised or experts.scores == "sigmoid"):
         # source: transformer_config.py, "Please use --moe-router-pre-softmax when topk is 1."
         lacking.append(Lack("number of best experts", "2 or more: the weight of one is not made 1", "1"))
-    if model.latent and model.eps not in (None, _LATENT_EPS):
+    if is_latent(model) and model.eps not in (None, _LATENT_EPS):
         expected = f"{_LATENT_EPS}, which transformers' norms of latents have"
         lacking.append(Lack(model.word("eps"), expected, f"{model.eps}"))
     return lacking
@@ -797,8 +798,18 @@ def _read_experts(args: Mapping[str, Any], best: int) -> Experts:
         scale=_real(args, "moe_router_topk_scaling_factor", 1.0),
         shared=args.get("moe_shared_expert_intermediate_size") is not None,
         shared_gate=bool(args.get("moe_shared_expert_gate")),
-        dense_layers=tuple((list_layers(args) or ([], []))[1]),
     )
+
+
+def _list_blocks(args: Mapping[str, Any], block: Block) -> tuple[Block, ...]:
+    """Return the kinds of layers: the block, and that without experts where the arguments say so."""
+    dense = (list_layers(args) or ([], []))[1] if block.experts else []
+    return change_layers([block], dense, size(args, "num_layers") or 0, drop_experts)
+
+
+def is_latent(model: Model) -> bool:
+    """Return True for attention over a latent."""
+    return model.attention.kind == "latent"
 
 
 def _read_rope_of_latent(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding, error_for
-from ..common.records import dataclass, field
+from ..common.records import dataclass, field, replace
 from ..layouts import model_classes
 from ..layouts.declaration import Evidence, Source
 
@@ -20,6 +20,8 @@ class Lack:
     what: str
     expected: str
     got: str
+    #: The layers that have it; None for all.
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, in all layers but the dense ones."""
+    """A mixture of experts."""
 
     #: Experts that a token goes through.
     best: int
@@ -57,8 +59,64 @@ class Experts:
     shared: bool = False
     #: What these give is weighed for each token.
     shared_gate: bool = False
-    #: Layers without experts, ascending.
-    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How the tokens of a block see each other."""
+
+    #: Keys and values of ``heads``, or from a ``latent`` that all heads share.
+    kind: str = "heads"
+    #: Positions that a token sees, itself among them; None for all before it.
+    window: int | None = None
+    qk_norm: bool = False
+    #: Several heads of queries share keys and values.
+    grouped: bool = False
+    #: Queries come from a latent, too.
+    latent_queries: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A kind of layers: attention, and an MLP or a mixture of experts."""
+
+    attention: Attention = Attention()
+    #: None for an MLP.
+    experts: Experts | None = None
+    #: Biases of queries, keys and values; of attention's output; of the MLP's first projections; of its
+    #: output.
+    biases: tuple[bool, bool, bool, bool] = (False, False, False, False)
+    #: Its layers, ascending; None for all.
+    layers: tuple[int, ...] | None = None
+
+
+def change_layers(
+    blocks: Iterable[Block], layers: Collection[int], count: int, change: Callable[[Block], Block]
+) -> tuple[Block, ...]:
+    """Return the kinds of layers after a change of some layers.
+
+    A kind that is left without layers stays: a config states its settings all the same.
+
+    Args:
+        blocks: the kinds of layers.
+        layers: the layers to be changed; with none of them the kinds stay as they are.
+        count: the number of all layers.
+        change: returns the changed kind.
+    """
+    if not layers:
+        return tuple(blocks)
+    found = []
+    for block in blocks:
+        have = range(count) if block.layers is None else block.layers
+        found.append(replace(block, layers=tuple(n for n in have if n not in layers)))
+        if changed := tuple(n for n in have if n in layers):
+            found.append(replace(change(block), layers=changed))
+    return tuple(found)
+
+
+def drop_experts(block: Block) -> Block:
+    """Return the block with an MLP in place of the experts."""
+    return replace(block, experts=None)
 
 
 @dataclass(frozen=True)
@@ -83,22 +141,11 @@ class Model:
     #: How positions get in: ``rotary``, or another by its source's word.
     positions: str = "rotary"
     rope: Rope = Rope()
-    #: Positions that attention sees in every layer, the token itself among them; None for all before it.
-    window: int | None = None
-    #: Biases of queries, keys and values; of attention's output; of the MLP's first projections; of its
-    #: output.
-    biases: tuple[bool, bool, bool, bool] = (False, False, False, False)
-    qk_norm: bool = False
-    #: Several heads of queries share keys and values.
-    grouped: bool = False
+    #: The kinds of its layers.
+    blocks: tuple[Block, ...] = (Block(),)
     #: Layers after the others that predict further tokens.
     further_layers: int = 0
-    #: Keys and values come from a latent that all heads share.
-    latent: bool = False
-    #: Queries come from a latent, too.
-    latent_queries: bool = False
     tied: bool = False
-    experts: Experts | None = None
     max_positions: int | None = None
     #: Ids of special tokens, by transformers' keys.
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -116,6 +163,27 @@ class Model:
     remarks: tuple[Finding, ...] = ()
     #: transformers' own config of it, if that is what was read.
     config: Mapping[str, Any] | None = None
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of the first layers."""
+        return self.blocks[0].attention
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool, bool]:
+        """The biases of the first layers."""
+        return self.blocks[0].biases
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the first layers that have one; None if no layer has."""
+        return next((block.experts for block in self.blocks if block.experts is not None), None)
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers without experts of a model in which others have them, ascending."""
+        dense = (block.layers or () for block in self.blocks if block.experts is None)
+        return tuple(sorted(layer for layers in dense for layer in layers))
 
     def word(self, name: str, default: str | None = None) -> str:
         """Return the source's name of a field."""

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding, error_for
-from ..common.records import dataclass
-from .model import Lack, Model
+from ..common.finding_facts import runs_of
+from ..common.formatting import runs
+from ..common.records import dataclass, replace
+from .model import Block, Experts, Lack, Model
 
 #: No bias at all.
 _NONE = (False, False, False, False)
@@ -18,6 +20,10 @@ _PLACES = (
     "the MLP's first projections",
     "the MLP's output",
 )
+
+
+#: What kinds of attention are called.
+ATTENTIONS = {"heads": "keys and values of heads", "latent": "keys and values from a latent (MLA)"}
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class Says:
     grouped: Collection[bool] = (False, True)
     #: Layers after the others may predict further tokens.
     further_layers: bool = False
-    #: Keys and values may come from a latent that all heads share.
-    latent: Collection[bool] = (False,)
+    #: Kinds of attention.
+    attentions: Collection[str] = ("heads",)
     #: True for mixtures of experts; and whether the weights of the best may be left as they are.
     experts: bool = False
     unnormalised: bool = False
@@ -66,9 +72,13 @@ class Says:
 
     def lacks(self, model: Model) -> list[Lack]:
         """List what a model has and this kind lacks."""
-        return [*model.others, *self._block(model), *self._attention(model), *self._experts(model)]
+        blocks = (
+            replace(lack, layers=block.layers) for block in model.blocks for lack in self._block(model, block)
+        )
+        return [*model.others, *self._shared(model), *self._positions(model), *blocks, *self._mixture(model)]
 
-    def _block(self, model: Model) -> Iterator[Lack]:
+    def _shared(self, model: Model) -> Iterator[Lack]:
+        """List what all layers have in common and this kind lacks."""
         if model.norm != self.norm:
             yield Lack(model.word("norm"), self.norm, model.norm)
         elif model.norm_bias != self.norm_bias:
@@ -85,11 +95,8 @@ class Says:
         if model.further_layers and not self.further_layers:
             word = model.word("further_layers", "number of layers that predict further tokens")
             yield Lack(word, "none", str(model.further_layers))
-        if model.biases not in self.biases:
-            expected = " | ".join(sorted({_places(biases) for biases in self.biases}))
-            yield Lack(model.word("biases", "set of biases"), expected, _places(model.biases))
 
-    def _attention(self, model: Model) -> Iterator[Lack]:
+    def _positions(self, model: Model) -> Iterator[Lack]:
         rope = model.rope
         if model.positions != "rotary":
             yield Lack(model.word("positions", "position embedding"), "rotary", model.positions)
@@ -106,29 +113,33 @@ class Says:
                     yield Lack(f"{word} ({key})", f"{value:g}", str(rope.scaling[key]))
         if self.whole_base and rope.base is not None and not float(rope.base).is_integer():
             yield Lack(model.word("rope.base", "base of rotary embeddings"), "an integer", f"{rope.base!r}")
-        if model.window is not None and not self.window:
-            yield Lack(model.word("window", "sliding window"), "none", str(model.window))
-        if model.qk_norm not in self.qk_norm:
+
+    def _block(self, model: Model, block: Block) -> Iterator[Lack]:
+        """List what a kind of layers has and this kind of models lacks."""
+        attention, experts = block.attention, block.experts
+        if block.biases not in self.biases:
+            expected = " | ".join(sorted({_places(biases) for biases in self.biases}))
+            yield Lack(model.word("biases", "set of biases"), expected, _places(block.biases))
+        if attention.window is not None and not self.window:
+            yield Lack(model.word("window", "sliding window"), "none", str(attention.window))
+        if attention.qk_norm not in self.qk_norm:
             word = model.word("qk_norm", "norm of queries and keys")
-            yield Lack(word, _either(self.qk_norm), _flag(model.qk_norm))
-        if model.latent not in self.latent:
-            word = model.word("latent", "kind of attention")
-            kinds = {False: "keys and values of heads", True: "keys and values from a latent (MLA)"}
-            yield Lack(word, " | ".join(kinds[one] for one in self.latent), kinds[model.latent])
-        if model.grouped not in self.grouped:
+            yield Lack(word, _either(self.qk_norm), _flag(attention.qk_norm))
+        if attention.kind not in self.attentions:
+            word = model.word("attention", "kind of attention")
+            yield Lack(
+                word, " | ".join(ATTENTIONS[one] for one in self.attentions), ATTENTIONS[attention.kind]
+            )
+        if attention.grouped not in self.grouped:
             word = model.word("grouped", "grouping of heads")
             yield Lack(word, "as many heads of keys as of queries", "fewer")
+        if experts is not None and self.experts:
+            yield from self._experts(model, experts)
 
-    def _experts(self, model: Model) -> Iterator[Lack]:
-        experts = model.experts
-        if (experts is not None) != self.experts:
-            word = model.word("experts", "mixture of experts")
-            yield Lack(word, "experts" if self.experts else "none", "experts" if experts else "none")
-        elif experts is not None and not experts.normalised and not self.unnormalised:
+    def _experts(self, model: Model, experts: Experts) -> Iterator[Lack]:
+        if not experts.normalised and not self.unnormalised:
             word = model.word("experts.normalised", "routing of experts")
             yield Lack(word, "weights of the best experts that add up to 1", "weights as they are")
-        if experts is None or not self.experts:
-            return
         if experts.scores not in self.scores:
             word = model.word("experts.scores", "scores of experts")
             yield Lack(word, " | ".join(self.scores), experts.scores)
@@ -147,12 +158,20 @@ class Says:
         ):
             if has and not may_have:
                 yield Lack(model.word(f"experts.{field}", "kind of experts"), expected, got)
-        dense = experts.dense_layers
+
+    def _mixture(self, model: Model) -> Iterator[Lack]:
+        """List what this kind lacks of the layers that have experts and those that have none."""
+        has_experts, dense = model.experts is not None, model.dense_layers
+        if has_experts != self.experts:
+            word = model.word("experts", "mixture of experts")
+            yield Lack(word, "experts" if self.experts else "none", "experts" if has_experts else "none")
+            return
         are_first = dense == tuple(range(len(dense)))
         if dense and (self.dense_layers == "none" or (self.dense_layers == "first" and not are_first)):
             expected = "none" if self.dense_layers == "none" else "the first layers"
-            got = ", ".join(map(str, dense))[:80]
-            yield Lack(model.word("experts.dense_layers", "set of layers without experts"), expected, got)
+            yield Lack(
+                model.word("dense_layers", "set of layers without experts"), expected, runs_of(runs(dense))
+            )
 
 
 def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:
@@ -191,7 +210,7 @@ def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None)
         [
             Finding.of(
                 codes.UNSUPPORTED,
-                f"{format} has no {kind.kind} model with this {lack.what}",
+                f"{format} has no {kind.kind} model with this {lack.what}{_in_layers(lack)}",
                 expected=lack.expected,
                 got=lack.got,
                 help=help,
@@ -199,6 +218,10 @@ def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None)
             for lack in lacks
         ]
     )
+
+
+def _in_layers(lack: Lack) -> str:
+    return "" if lack.layers is None else f" (layers {runs_of(runs(lack.layers))})"
 
 
 def _with(bias: bool) -> str:

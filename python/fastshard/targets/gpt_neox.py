@@ -112,7 +112,7 @@ class NeoxTarget(TrainerTarget):
             facts = {
                 "gpt_j_residual": bool(model.parallel),
                 "tied": model.tied,
-                "gqa": model.grouped,
+                "gqa": model.attention.grouped,
                 "gated": bool(model.gated),
                 "norms": True,
                 "scalenorm": False,

@@ -92,7 +92,7 @@ class MaxTextTarget:
             model = model_of(source, "MaxText")
             block = maxtext.block_of(model)
             family = block.family
-            facts = {"tied": model.tied, "qk_norm": model.qk_norm}
+            facts = {"tied": model.tied, "qk_norm": model.attention.qk_norm}
             facts["interleaved"] = _order(model, block, rope_type)
         layout = f"maxtext.{family}"
         # A checkpoint of MaxText's own keeps the names of its state.
@@ -174,7 +174,7 @@ class MaxTextTarget:
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
         """Report queries that another layout scales, for which no exact inverse exists."""
-        return [] if self.model is None or self.model.qk_norm else scaled_queries(axes)
+        return [] if self.model is None or self.model.attention.qk_norm else scaled_queries(axes)
 
 
 def scaled_queries(axes: dict[str, int]) -> list[Finding]:
@@ -236,13 +236,13 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     return wanted
 
 
-def _block(source: Source) -> maxtext.Block:
+def _block(source: Source) -> maxtext.DecoderBlock:
     """Return the block of a MaxText source."""
     config = source.model.config or {}
     return maxtext.find_block(str(source.model.family), source.binding.facts["qk_norm"], config)
 
 
-def _order(model: Model, block: maxtext.Block, rope_type: str | None) -> bool:
+def _order(model: Model, block: maxtext.DecoderBlock, rope_type: str | None) -> bool:
     """Return the order of pairs for a model from another format: as asked, or its converter's."""
     wanted, scaled = _rope_type(rope_type), model.rope.kind == "llama3"
     _fits(scaled, wanted)

@@ -139,7 +139,7 @@ class MegatronTarget(TrainerTarget):
         layout = "megatron.legacy"
         if model is None:
             layout = megatron_mixed.NAME if source.binding.layout == megatron_mixed.NAME else layout
-        elif model.latent or (model.experts and (model.experts.shared or model.experts.dense_layers)):
+        elif megatron.is_latent(model) or (model.experts and model.experts.shared) or model.dense_layers:
             layout = megatron_mixed.NAME
         if is_local and not is_chunked and facts.get("mla") and topology.tp > 1:
             raise FastshardError.of(
