@@ -78,7 +78,7 @@ def test_every_key_has_a_value() -> None:
     """Of a model that has all that there is."""
     block = Block(Attention(window=9), Experts(2))
     model = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, blocks=(block,))
-    axes = dict.fromkeys([*"VHFLgrdEQKMS", "nope", "rope", "vd"], 2)
+    axes = dict.fromkeys([*"VHFLgrdEQKMSCku", "nope", "rope", "vd", "kd", "ud"], 2)
     for key in KEYS:
         of = replace(CLASSES["llama"], keys=[key])
         config, _ = huggingface.write(model, of, axes, "config.json")

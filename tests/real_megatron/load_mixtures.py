@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import delta_modules
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -68,6 +69,15 @@ SAME = (
     "mscale",
     "mscale_all_dim",
     "mtp_num_layers",
+    "moe_shared_expert_gate",
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 
 
@@ -75,10 +85,14 @@ def build(args: Any) -> GPTModel:
     """The model that the arguments in a checkpoint describe."""
     latent = getattr(args, "multi_latent_attention", False)
     kind = MLATransformerConfig if latent else TransformerConfig
+    has_delta_nets = getattr(args, "experimental_attention_variant", None) is not None
     rotary = {"rotary_base": args.rotary_base} if latent else {}
     config = kind(
         **{key: getattr(args, key) for key in SAME if hasattr(args, key)},
         **rotary,
+        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
+        # The delta rule of torch, not that of a kernel.
+        deterministic_mode=has_delta_nets,
         num_moe_experts=args.num_experts,
         gated_linear_unit=args.swiglu,
         activation_func=F.silu,
@@ -98,7 +112,12 @@ def build(args: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    if has_delta_nets:
+        spec = delta_modules.block_spec(config)
+    else:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
     further = getattr(args, "mtp_num_layers", None)
     return GPTModel(
         config,

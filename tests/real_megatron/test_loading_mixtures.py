@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import deepseek_maker
+import delta_maker
 import moe_maker
 import pytest
 import torch
@@ -22,6 +23,8 @@ WORLD = 4
 DEGREES = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1)
 #: Rank files of the local modules divide the rows of latents, which is not written.
 LATENT = {"deepseek", "yarn", "yarn_alone", "plain_queries", "further_layers"}
+#: Built with Transformer Engine's modules alone.
+OF_TRANSFORMER_ENGINE = {"delta_nets"}
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": moe_maker.model,
     "qwen3_moe": lambda: moe_maker.qwen(3),
@@ -36,6 +39,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "plain_queries": lambda: deepseek_maker.model(q_lora_rank=None, n_group=1, topk_group=1),
     "further_layers": lambda: deepseek_maker.model(num_nextn_predict_layers=1),
+    "shared_gate": lambda: moe_maker.qwen(2, shared_expert_intermediate_size=20),
+    "delta_nets": delta_maker.model,
     "tied": lambda: moe_maker.qwen(3, tie_word_embeddings=True, num_experts=2, num_experts_per_tok=1),
 }
 
@@ -59,7 +64,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             # torch_dist serves all degrees: it is written at others than those it is loaded at.
             at = DEGREES if form == "legacy" else ("--ep", 2)
             out = root / name / form
-            ran = cli("convert", source / name, out, "--to", f"megatron:{form}-local", *at)
+            to = f"megatron:{form}" + ("" if name in OF_TRANSFORMER_ENGINE else "-local")
+            ran = cli("convert", source / name, out, "--to", to, *at)
             assert ran.code == 0, ran.out
     ranks = [
         {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_maker
+import delta_maker
 import moe_maker
 import pytest
 import torch
@@ -335,8 +336,117 @@ def test_dense_layers_lie_where_they_lay(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
-def test_each_file_of_deepseek_is_missed(form: str, tmp_path: Path) -> None:
-    deepseek_maker.model().save_pretrained(tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("changes", "degrees"),
+    [
+        ({}, (2, 2, 4, 1)),
+        ({"num_hidden_layers": 6, "full_attention_interval": 3}, (4, 1, 2, 2)),
+        ({"tie_word_embeddings": True, "mlp_only_layers": [1, 3]}, (2, 4, 2, 1)),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, (1, 1, 8, 1)),
+        ({"linear_num_value_heads": 4, "norm_topk_prob": False}, (4, 2, 1, 1)),
+    ],
+    ids=["plain", "interval", "dense", "types", "heads"],
+)
+def test_delta_nets_come_back_with_their_logits(
+    changes: dict[str, Any], degrees: tuple[int, int, int, int], form: str, tmp_path: Path
+) -> None:
+    model = delta_maker.model(**changes)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, degrees)
+    ran = cli("verify", tmp_path / "megatron")
+    assert ran.code == 0, ran.out
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert after.config.model_type == "qwen3_next"
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_a_rank_of_delta_nets_holds_its_heads_kind_by_kind(form: str, tmp_path: Path) -> None:
+    """Against transformers' own split of the projection."""
+    model = delta_maker.model()
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 1, 1, 1))
+    net, hidden = model.model.layers[0].linear_attn, torch.eye(32)[None]
+    with torch.no_grad():
+        mixed = net.in_proj_qkvz(hidden), net.in_proj_ba(hidden)
+        kinds = [part.flatten(2)[0].T for part in net.fix_query_key_value_ordering(*mixed)]
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    if form == "torch_dist":
+        words = ["query", "key", "value", "z", "beta", "alpha"]
+        state = {f"{name}.{word}": torch.empty(part.shape) for word, part in zip(words, kinds, strict=True)}
+        dcp.load(state, checkpoint_id=tmp_path / "megatron/release", no_dist=True)
+        assert all(map(torch.equal, state.values(), kinds))
+        return
+    for rank in range(2):
+        state = load_pt(tmp_path / f"megatron/release/mp_rank_0{rank}/model_optim_rng.pt")["model"]
+        assert torch.equal(state[name], torch.cat([part.chunk(2)[rank] for part in kinds]))
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_delta_nets_come_back_with_their_further_layer(form: str, tmp_path: Path) -> None:
+    want = delta_maker.save_with_further_layer(tmp_path / "hf")
+    pp = 1 if form == "legacy" else 2
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, pp, 2, 1))
+    args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
+    assert (args.num_layers, args.mtp_num_layers, args.linear_attention_freq) == (4, 1, [1, 1, 1, 0])
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), want)
+
+
+@pytest.mark.parametrize("gone", ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.gate.weight"])
+def test_a_part_of_a_further_layer_is_missed(gone: str, tmp_path: Path) -> None:
+    delta_maker.save_with_further_layer(tmp_path / "hf")
+    edit_safetensors(tmp_path / "hf/model.safetensors", lambda tensors: tensors.pop(gone))
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code != 0 and gone in ran.out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"apply_layernorm_1p": False},
+        {"attention_output_gate": False},
+        {"experimental_attention_variant": None},
+        {"experimental_attention_variant": "dsa"},
+        {"linear_attention_freq": [1, 1, 0, 1]},
+        {"linear_num_value_heads": 4},
+        {"moe_shared_expert_gate": False},
+    ],
+    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items()),
+)
+def test_arguments_of_other_delta_nets_are_refused(
+    changes: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    delta_maker.model().save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 1, 2, 1))
+    root = change_args(tmp_path / "megatron", **changes)
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf", "--vocab-size", 250)
+    assert ran.code in (1, 2, 3) and ran.errors and not (tmp_path / "out").exists(), ran.out
+
+
+def test_local_modules_of_delta_nets_are_refused(tmp_path: Path) -> None:
+    delta_maker.model().save_pretrained(tmp_path / "hf")
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:torch_dist-local")
+    assert ran.code == 2 and ran.having("FS514", message="Transformer Engine"), ran.out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dense", [[], [0]])
+def test_a_gated_shared_expert_comes_back(form: str, dense: list[int], tmp_path: Path) -> None:
+    model = moe_maker.qwen(2, shared_expert_intermediate_size=20, mlp_only_layers=dense)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 2, 2, 1))
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert after.config.model_type == "qwen2_moe"
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("maker", [deepseek_maker, delta_maker], ids=["deepseek", "delta_nets"])
+def test_each_file_is_missed(maker: Any, form: str, tmp_path: Path) -> None:
+    maker.model().save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 2, 2, 1))
     (tmp_path / "megatron/fastshard.manifest.json").unlink()
     for file in sorted((tmp_path / "megatron/release").rglob("*.*")):
@@ -417,6 +527,3 @@ def test_what_no_rank_of_megatron_has_is_refused(tmp_path: Path) -> None:
     assert "experts" in refused("--ep", 3)
     assert "no experts to divide" in refused("--ep", 2, source=SHARDED / "hf_sharded")
     assert "no experts to divide" in refused("--etp", 2, source=SHARDED / "hf_sharded")
-    shared = tmp_path / "shared"
-    moe_maker.qwen(2).save_pretrained(shared)
-    assert "shared experts" in refused(source=shared)

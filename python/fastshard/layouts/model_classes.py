@@ -53,8 +53,17 @@ KEYS = frozenset(
         "v_head_dim",
         "rope_interleave",
         "mlp_only_layers",
+        "shared_expert_intermediate_size",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
     )
 )
+#: Kinds of attention: each head or group of heads has keys and values; all take them from one latent (MLA);
+#: none has any, a state is carried along (gated delta net).
+ATTENTIONS = ("heads", "latent", "delta")
 #: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
 WINDOWS = ("all", "named", "unknown")
 #: Functions by which a router scores experts.
@@ -89,6 +98,14 @@ def _are_biases(value: Any) -> bool:
     )
 
 
+def _are_attentions(value: Any) -> bool:
+    return _are_texts(value) and value != [] and set(value) <= set(ATTENTIONS)
+
+
+def _are_own_keys(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_text(key) for key in value) and _are_keys([*value.values()])
+
+
 def _are_keys(value: Any) -> bool:
     return _are_texts(value) and set(value) <= KEYS
 
@@ -98,6 +115,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kind": ("a text", _is_text),
     "architecture": ("a text", _is_text),
     "keys": (f"a list of {', '.join(sorted(KEYS))}", _are_keys),
+    "own_keys": (f"a table of keys by their own names, each one of {', '.join(sorted(KEYS))}", _are_own_keys),
     "order": ("an integer", _is_number),
     "norm": ("a text", _is_text),
     "norm_bias": ("true or false", _is_flag),
@@ -105,7 +123,8 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "qk_norm": ("true or false", _is_flag),
     "grouped": ("true or false", _is_flag),
     "biases": (f"a list of lists of {', '.join(PLACES)}", _are_biases),
-    "latent": ("true or false", _is_flag),
+    "attentions": (f"a list of {', '.join(ATTENTIONS)}", _are_attentions),
+    "output_gate": ("true or false", _is_flag),
     "scores": (f"one of {', '.join(SCORES)}", lambda value: value in SCORES),
     "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
     "scalings": ("a list of texts", _are_texts),
@@ -132,6 +151,8 @@ class ModelClass:
     architecture: str
     #: Those of ``KEYS`` that its config has.
     keys: Sequence[str]
+    #: Those that its config has under names of its own: by these.
+    own_keys: Mapping[str, str] = field(default_factory=dict)
     #: Of the classes that compute a model, the one with the lowest number is written; None for one that is
     #: only read.
     order: int | None = None
@@ -141,8 +162,10 @@ class ModelClass:
     qk_norm: bool = False
     #: False where each head of queries has keys and values of its own.
     grouped: bool = True
-    #: Keys and values come from a latent that all heads share.
-    latent: bool = False
+    #: The kinds of attention of its layers.
+    attentions: Sequence[str] = ("heads",)
+    #: What the heads give is weighed by a gate, which queries come with.
+    output_gate: bool = False
     #: How the router of a mixture scores experts.
     scores: str = "softmax"
     #: Each set of biases that it may have.
@@ -164,13 +187,18 @@ class ModelClass:
     dense_layout: str | None = None
 
     @property
+    def latent(self) -> bool:
+        """True for keys and values from a latent."""
+        return "latent" in self.attentions
+
+    @property
     def experts(self) -> bool:
         """True for a mixture of experts."""
-        return "num_experts_per_tok" in self.keys
+        return self.having("num_experts_per_tok")
 
     def having(self, *keys: str) -> bool:
         """Return True if the class's config has one of these keys."""
-        return not set(keys).isdisjoint(self.keys)
+        return not set(keys).isdisjoint({*self.keys, *self.own_keys.values()})
 
 
 def of_table(table: Table, file: str | None = None) -> dict[str, ModelClass]:

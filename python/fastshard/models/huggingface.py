@@ -16,7 +16,7 @@ from ..layouts.declaration import Evidence
 from ..layouts.model_classes import KEYS, PLACES, ModelClass
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
-from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts
+from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, take_delta_net
 from .unsupported import Says
 
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
@@ -52,16 +52,22 @@ def _says(of: ModelClass) -> Says:
         biases=[_places(biases) for biases in of.biases],
         qk_norm=(of.qk_norm,),
         grouped=(False, True) if of.grouped else (False,),
-        further_layers=of.having("num_nextn_predict_layers"),
-        attentions=("latent" if of.latent else "heads",),
+        further_layers=of.having("num_nextn_predict_layers", "linear_num_key_heads"),
+        attentions=of.attentions,
+        output_gate=(of.output_gate,),
         experts=of.experts,
         unnormalised=of.having("norm_topk_prob"),
         scores=(of.scores,),
         corrected=of.scores == "sigmoid",
         grouped_experts=of.having("n_group"),
         scaled_experts=of.having("routed_scaling_factor"),
-        shared_experts=of.having("n_shared_experts"),
-        dense_layers="any" if of.dense_layout else "first" if of.having("first_k_dense_replace") else "none",
+        shared_experts=of.having("n_shared_experts", "shared_expert_intermediate_size"),
+        shared_gate=(of.having("shared_expert_intermediate_size"),),
+        dense_layers="any"
+        if of.dense_layout or of.having("mlp_only_layers")
+        else "first"
+        if of.having("first_k_dense_replace")
+        else "none",
     )
 
 
@@ -101,6 +107,7 @@ def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
     """Return the facts of the class's layout table."""
     qkv, out, mlp, _ = model.biases
     facts = {"tied": model.tied, "head": not model.tied, "attention_bias": qkv}
+    facts["further"] = model.further_layers > 0
     facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.attention.qk_norm}
     if of.latent:
         facts["q_lora"] = model.attention.latent_queries
@@ -126,6 +133,12 @@ def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
         "qk_nope_head_dim": axes.get("nope"),
         "qk_rope_head_dim": axes.get("rope"),
         "v_head_dim": axes.get("vd"),
+        "shared_expert_intermediate_size": axes.get("S"),
+        "linear_conv_kernel_dim": axes.get("C"),
+        "linear_key_head_dim": axes.get("kd"),
+        "linear_value_head_dim": axes.get("ud"),
+        "linear_num_key_heads": axes.get("k"),
+        "linear_num_value_heads": axes["k"] * axes["u"] if "u" in axes else None,
     }
     return {key: size for key, size in sizes.items() if size is not None}
 
@@ -179,8 +192,17 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         # A window is in the layers from some number on, and only where the config says so.
         "use_sliding_window": windowed,
         "max_window_layers": windowed and 0,
-        "layer_types": windowed and ["sliding_attention"] * axes["L"],
+        "layer_types": _list_layer_types(model, axes["L"] - model.further_layers),
     }
+
+
+def _list_layer_types(model: Model, count: int) -> list[str] | None:
+    """Return the attention of each layer in transformers' words; None if all layers see all positions."""
+    if model.delta_layers:
+        return [
+            "linear_attention" if layer in model.delta_layers else "full_attention" for layer in range(count)
+        ]
+    return None if model.attention.window is None else ["sliding_attention"] * count
 
 
 def write(
@@ -210,6 +232,7 @@ def write(
         for key, value in values.items()
         if value is not None and (key not in KEYS or key in of.keys)
     }
+    declared |= {key: values[field] for key, field in of.own_keys.items() if values[field] is not None}
     out = {"architectures": [of.architecture], "model_type": of.model_type, **declared, **of.config}
     out |= {key: None for key in of.null if key not in out}
     return out, [*model.list_assumptions(*written, file=file), *_outside(model, file)]
@@ -255,6 +278,7 @@ class HuggingFace:
         near = [one for one in classes.values() if one.family == evidence.family] or list(classes.values())
         of = next((one for one in near if one.model_type == kind), near[0])
         settings = {**of.defaults, **values}
+        settings |= {field: settings[key] for key, field in of.own_keys.items() if key in settings}
         window, some = find_windows(settings, of)
         rope, several = rope_of(settings)
         activation = str(settings.get("hidden_act", "silu"))
@@ -271,7 +295,7 @@ class HuggingFace:
             parallel=of.having("use_parallel_residual") and bool(settings.get("use_parallel_residual")),
             rope=rope,
             blocks=_blocks(settings, of, evidence, window),
-            further_layers=len(_layers_of("mtp", evidence)),
+            further_layers=_count_further_layers(evidence),
             tied=evidence.facts.get("tied", False),
             max_positions=whole_number(settings, "max_position_embeddings", 2048),
             kin=kind,
@@ -286,6 +310,11 @@ def _layers_of(name: str, evidence: Evidence) -> Sequence[int]:
     return evidence.sets[name][1] if name in evidence.sets else ()
 
 
+def _count_further_layers(evidence: Evidence) -> int:
+    """Count the stored layers that predict further tokens."""
+    return len(_layers_of("mtp", evidence)) if evidence.facts.get("further") else 0
+
+
 def _blocks(
     config: Mapping[str, Any], of: ModelClass, evidence: Evidence, window: int | None
 ) -> tuple[Block, ...]:
@@ -296,15 +325,20 @@ def _blocks(
     """
     facts = evidence.facts
     attention = Attention(
-        "latent" if of.latent else "heads",
+        next(kind for kind in of.attentions if kind != "delta"),
         window=window,
         qk_norm=facts.get("qk_norm", False),
         grouped=evidence.axes.get("r", 1) > 1,
         latent_queries=of.latent and facts.get("q_lora", False),
+        output_gate=of.output_gate,
     )
     block = Block(attention, _experts(config, of, evidence), _biases(facts, of))
+    # A config states layers that predict further tokens even where none is stored.
+    layers = evidence.axes.get("L", 0) - len(_layers_of("mtp", evidence)) + _count_further_layers(evidence)
     dense = _layers_of("dense", evidence) if block.experts else ()
-    return change_layers([block], dense, evidence.axes.get("L", 0), drop_experts)
+    blocks = change_layers([block], dense, layers, drop_experts)
+    delta = _layers_of("delta", evidence) if "delta" in of.attentions else ()
+    return change_layers(blocks, delta, layers, take_delta_net)
 
 
 def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool, bool]:

@@ -15,7 +15,18 @@ from ..common.records import replace
 from ..layouts.declaration import Evidence
 from . import config_fields, unsupported
 from .config_fields import refused
-from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
+from .model import (
+    Attention,
+    Block,
+    Experts,
+    Lack,
+    Model,
+    Rope,
+    change_layers,
+    drop_experts,
+    take_delta_net,
+    unstated,
+)
 from .overridden_settings import is_config_json, read_settings
 from .unsupported import Says
 
@@ -124,6 +135,16 @@ _OF_LATENT = (
     "mscale",
     "mscale_all_dim",
 )
+#: Sizes of gated delta nets, by the axes of their table. source: transformer_config.py
+_OF_DELTA = {
+    "k": "linear_num_key_heads",
+    "kd": "linear_key_head_dim",
+    "ud": "linear_value_head_dim",
+    "C": "linear_conv_kernel_dim",
+}
+_DELTA_VALUES = "linear_num_value_heads"
+#: The kind of attention that is one.
+DELTA_NET = "gated_delta_net"
 #: The argument of a model whose head is not tied.
 UNTIED = "untie_embeddings_and_output_weights"
 #: Arguments that are settings of the model, and not of how it is run.
@@ -144,6 +165,9 @@ SETTINGS = frozenset(
         UNTIED,
         *_OF_EXPERTS,
         *_OF_LATENT,
+        *_OF_DELTA.values(),
+        _DELTA_VALUES,
+        "linear_attention_freq",
     }
 )
 _NONE = (False, False, False, False)
@@ -168,7 +192,20 @@ MIXTRAL = replace(
     biases=_ATTENTION_BIASES,
     experts=True,
     unnormalised=True,
+    shared_experts=True,
+    shared_gate=(False, True),
     dense_layers="any",
+)
+#: The same with gated delta nets in some layers, and a gate on what heads give in the others.
+QWEN3_NEXT = replace(
+    MIXTRAL,
+    kind="Qwen3-Next",
+    families=("qwen3_next",),
+    scalings=("default",),
+    window=False,
+    attentions=("heads", "delta"),
+    output_gate=(True,),
+    further_layers=True,
 )
 #: The same with attention over a latent. Only softmax has weights that do not add up to 1.
 #: source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
@@ -188,7 +225,7 @@ DEEPSEEK = replace(
     corrected=True,
     grouped_experts=True,
     scaled_experts=True,
-    shared_experts=True,
+    shared_gate=(False,),
     further_layers=True,
 )
 #: Of each group as many experts count as these are together, and transformers counts two.
@@ -250,6 +287,7 @@ class Megatron:
             qk_norm=facts["qk_norm"],
             grouped=evidence.axes.get("r", 1) > 1,
             latent_queries=latent and values.get("q_lora_rank") is not None,
+            output_gate=_flag(values, "attention_output_gate"),
         )
         model = Model(
             framework=self.name,
@@ -266,7 +304,11 @@ class Megatron:
             further_layers=count_further_layers(values),
             tied=facts["tied"],
             max_positions=whole("max_positions", "max_position_embeddings", 4096),
-            others=(*_besides(values), *some, *(_routing(values) if experts else ())),
+            others=(
+                *_besides(values, is_delta=evidence.family == "qwen3_next"),
+                *some,
+                *(_routing(values) if experts else ()),
+            ),
             words=_WORDS,
             assumed=assumed,
         )
@@ -299,7 +341,7 @@ class Megatron:
             "swiglu": True,
             "normalization": "RMSNorm",
             "norm_epsilon": 1e-6 if model.eps is None else model.eps,
-            "apply_layernorm_1p": False,
+            "apply_layernorm_1p": bool(model.delta_layers),
             "add_bias_linear": linear,
             "add_qkv_bias": qkv and not linear,
             UNTIED: not model.tied,
@@ -315,6 +357,8 @@ class Megatron:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (window - 1, 0)
         written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
+        if model.delta_layers:
+            out |= _write_delta(model, axes)
         if model.experts is not None:
             written.append("experts.best")
             out |= _write_experts(model, model.experts, axes)
@@ -336,6 +380,18 @@ def _write_heads(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         scaling = {"factor": None, **model.rope.scaling}
         out["rope_scaling_factor"] = config_fields.positive_number(scaling, "factor", 8.0)
     return out
+
+
+def _write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of layers with gated delta nets."""
+    layers = range(axes.get("L in main", axes["L"]))
+    return {
+        "experimental_attention_variant": DELTA_NET,
+        "linear_attention_freq": [int(layer in model.delta_layers) for layer in layers],
+        **{argument: axes[axis] for axis, argument in _OF_DELTA.items()},
+        _DELTA_VALUES: axes["k"] * axes["u"],
+        "attention_output_gate": True,
+    }
 
 
 def _write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -384,11 +440,10 @@ def _write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> d
     """
     layers = axes.get("L in main", axes["L"])
     dense = [layer for layer in model.dense_layers if layer < layers]
-    is_numbered = bool(dense) or is_latent(model) or experts.shared
     out: dict[str, Any] = {
         "num_experts": axes["E"],
         "moe_ffn_hidden_size": axes["M"] if "M" in axes else axes["F"],
-        "moe_layer_freq": [int(layer not in dense) for layer in range(layers)] if is_numbered else 1,
+        "moe_layer_freq": [int(layer not in dense) for layer in range(layers)] if is_mixed(model) else 1,
         "moe_router_topk": experts.best,
         "moe_router_score_function": experts.scores,
         "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,
@@ -397,6 +452,7 @@ def _write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> d
         "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
         "moe_router_group_topk": experts.best_groups if experts.groups > 1 else None,
         "moe_shared_expert_intermediate_size": axes["S"] if experts.shared else None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "mtp_num_layers": axes["L"] - layers or None,
     }
     if experts.scores == "sigmoid":
@@ -560,6 +616,25 @@ def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
     return [n for n, one in enumerate(pattern) if one], [n for n, one in enumerate(pattern) if not one]
 
 
+def list_delta_layers(args: Mapping[str, Any]) -> list[int]:
+    """List the layers with gated delta nets; none if the arguments state no pattern of all layers.
+
+    source: megatron/core/models/gpt/experimental_attention_variant_module_specs.py
+    (get_linear_attention_pattern)
+
+    Raises:
+        FastshardError: ``FS211`` for a number of layers that is not one.
+    """
+    layers, every = size(args, "num_layers"), args.get("linear_attention_freq")
+    if args.get("experimental_attention_variant") != DELTA_NET or layers is None or layers > _MOST_LAYERS:
+        return []
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return [layer for layer in range(layers) if (layer + 1) % every]
+    if isinstance(every, list) and len(every) == layers and all(one in (0, 1) for one in every):
+        return [layer for layer, one in enumerate(every) if one]
+    return []
+
+
 def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
     """Return the extents of the axes of the table for layers that differ, as far as the arguments state them.
 
@@ -586,6 +661,9 @@ def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
             "rope": size(args, "qk_pos_emb_head_dim"),
             "vd": size(args, "v_head_dim"),
         }
+    further |= {axis: size(args, argument) for axis, argument in _OF_DELTA.items()}
+    keys, values = further["k"], size(args, _DELTA_VALUES)
+    further["u"] = values // keys if keys and values and values % keys == 0 else None
     return axes | {axis: extent for axis, extent in further.items() if extent is not None}
 
 
@@ -620,7 +698,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL, DEEPSEEK], model)
+    unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL, DEEPSEEK, QWEN3_NEXT], model)
     if lacking := [*_lacks_of_mixture(model), *_lacks_of_yarn(model.rope)]:
         raise unsupported.refused("Megatron-LM", DEEPSEEK if is_latent(model) else MIXTRAL, lacking)
 
@@ -639,7 +717,7 @@ def facts_of(model: Model) -> dict[str, bool]:
         "q_lora": model.attention.latent_queries,
         "router_correction": model.experts is not None and model.experts.correction,
         "shared_experts": model.experts is not None and model.experts.shared,
-        "shared_gate": False,
+        "shared_gate": model.experts is not None and model.experts.shared_gate,
     }
 
 
@@ -654,7 +732,8 @@ def _find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> 
         size(args, "moe_shared_expert_intermediate_size"),
         size(args, "moe_ffn_hidden_size") or size(args, "ffn_hidden_size"),
     )
-    if shared and expert and shared % expert:
+    # transformers counts those without a gate in experts.
+    if shared and expert and shared % expert and not args.get("moe_shared_expert_gate"):
         key = "moe_shared_expert_intermediate_size"
         found.append(Lack(key, f"a multiple of {expert}, the size of an expert", str(shared)))
     return found
@@ -754,11 +833,22 @@ def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
     return int(left) + 1, found
 
 
-def _besides(args: Mapping[str, Any]) -> list[Lack]:
+#: Of these, what the table of models with gated delta nets describes.
+_OF_DELTA_TABLE = frozenset(
+    {
+        "apply_layernorm_1p",
+        "attention_output_gate",
+        "experimental_attention_variant",
+        "layernorm_zero_centered_gamma",
+    }
+)
+
+
+def _besides(args: Mapping[str, Any], *, is_delta: bool) -> list[Lack]:
     return [
         Lack(key, str(next(iter(values), None)), str(args[key])[:80])
         for key, values in _NEUTRAL.items()
-        if not _neutral(key, args.get(key))
+        if not _neutral(key, args.get(key)) and not (is_delta and key in _OF_DELTA_TABLE)
     ]
 
 
@@ -803,8 +893,16 @@ def _read_experts(args: Mapping[str, Any], best: int) -> Experts:
 
 def _list_blocks(args: Mapping[str, Any], block: Block) -> tuple[Block, ...]:
     """Return the kinds of layers: the block, and that without experts where the arguments say so."""
+    layers = size(args, "num_layers") or 0
     dense = (list_layers(args) or ([], []))[1] if block.experts else []
-    return change_layers([block], dense, size(args, "num_layers") or 0, drop_experts)
+    blocks = change_layers([block], dense, layers, drop_experts)
+    return change_layers(blocks, list_delta_layers(args), layers, take_delta_net)
+
+
+def is_mixed(model: Model) -> bool:
+    """Return True for a model whose layers are numbered, as they may differ."""
+    shared = model.experts is not None and model.experts.shared
+    return is_latent(model) or shared or bool(model.dense_layers) or bool(model.delta_layers)
 
 
 def is_latent(model: Model) -> bool:

@@ -65,7 +65,7 @@ class Experts:
 class Attention:
     """How the tokens of a block see each other."""
 
-    #: Keys and values of ``heads``, or from a ``latent`` that all heads share.
+    #: One of ``model_classes.ATTENTIONS``.
     kind: str = "heads"
     #: Positions that a token sees, itself among them; None for all before it.
     window: int | None = None
@@ -74,6 +74,8 @@ class Attention:
     grouped: bool = False
     #: Queries come from a latent, too.
     latent_queries: bool = False
+    #: What the heads give is weighed by a gate, which queries come with.
+    output_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,11 @@ def change_layers(
 def drop_experts(block: Block) -> Block:
     """Return the block with an MLP in place of the experts."""
     return replace(block, experts=None)
+
+
+def take_delta_net(block: Block) -> Block:
+    """Return the block with a gated delta net in place of heads."""
+    return replace(block, attention=Attention("delta"), biases=(False, False, *block.biases[2:]))
 
 
 @dataclass(frozen=True)
@@ -166,8 +173,9 @@ class Model:
 
     @property
     def attention(self) -> Attention:
-        """The attention of the first layers."""
-        return self.blocks[0].attention
+        """The attention of the first layers that are no gated delta nets."""
+        heads = (block.attention for block in self.blocks if block.attention.kind != "delta")
+        return next(heads, self.blocks[0].attention)
 
     @property
     def biases(self) -> tuple[bool, bool, bool, bool]:
@@ -184,6 +192,12 @@ class Model:
         """The layers without experts of a model in which others have them, ascending."""
         dense = (block.layers or () for block in self.blocks if block.experts is None)
         return tuple(sorted(layer for layers in dense for layer in layers))
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers with gated delta nets, ascending."""
+        delta = (block.layers or () for block in self.blocks if block.attention.kind == "delta")
+        return tuple(sorted(layer for layers in delta for layer in layers))
 
     def word(self, name: str, default: str | None = None) -> str:
         """Return the source's name of a field."""

@@ -23,7 +23,11 @@ _PLACES = (
 
 
 #: What kinds of attention are called.
-ATTENTIONS = {"heads": "keys and values of heads", "latent": "keys and values from a latent (MLA)"}
+ATTENTIONS = {
+    "heads": "keys and values of heads",
+    "latent": "keys and values from a latent (MLA)",
+    "delta": "gated delta nets",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Says:
     further_layers: bool = False
     #: Kinds of attention.
     attentions: Collection[str] = ("heads",)
+    #: The heads may have a gate, or must have one.
+    output_gate: Collection[bool] = (False,)
     #: True for mixtures of experts; and whether the weights of the best may be left as they are.
     experts: bool = False
     unnormalised: bool = False
@@ -67,6 +73,8 @@ class Says:
     grouped_experts: bool = False
     scaled_experts: bool = False
     shared_experts: bool = False
+    #: Further experts may have a gate, or must have one.
+    shared_gate: Collection[bool] = (False,)
     #: Layers that may have no experts: ``none``, the ``first`` ones, or ``any``.
     dense_layers: str = "none"
 
@@ -122,7 +130,11 @@ class Says:
             yield Lack(model.word("biases", "set of biases"), expected, _places(block.biases))
         if attention.window is not None and not self.window:
             yield Lack(model.word("window", "sliding window"), "none", str(attention.window))
-        if attention.qk_norm not in self.qk_norm:
+        has_heads = attention.kind != "delta"
+        if has_heads and attention.output_gate not in self.output_gate:
+            word = model.word("output_gate", "gate of attention's output")
+            yield Lack(word, _either(self.output_gate), _flag(attention.output_gate))
+        if has_heads and attention.qk_norm not in self.qk_norm:
             word = model.word("qk_norm", "norm of queries and keys")
             yield Lack(word, _either(self.qk_norm), _flag(attention.qk_norm))
         if attention.kind not in self.attentions:
@@ -154,10 +166,12 @@ class Says:
                 "scaled ones",
             ),
             (experts.shared, self.shared_experts, "shared", "no shared experts", "shared experts"),
-            (experts.shared_gate, False, "shared_gate", "no gate of shared experts", "a gate"),
         ):
             if has and not may_have:
                 yield Lack(model.word(f"experts.{field}", "kind of experts"), expected, got)
+        if experts.shared_gate not in self.shared_gate:
+            word = model.word("experts.shared_gate", "gate of shared experts")
+            yield Lack(word, _either(self.shared_gate), _flag(experts.shared_gate))
 
     def _mixture(self, model: Model) -> Iterator[Lack]:
         """List what this kind lacks of the layers that have experts and those that have none."""

@@ -36,6 +36,7 @@ _LAYERS = "decoder.layers."
 _FURTHER, _FURTHER_BLOCK = "mtp.layers.", "transformer_layer."
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_DELTA_NORM = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 _MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 _LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -53,8 +54,12 @@ _LINEARS = {
     "linear_fc1",
     "linear_fc2",
     "eh_proj",
+    "in_proj",
+    "out_proj",
 }
-_ATTENTION = "self_attention.core_attention"
+#: What the names of the first part of a delta net's projection end with.
+_FIRST_PART = ".query"
+_ATTENTION, _DELTA = "self_attention.core_attention", ".self_attention.A_log"
 _EXPERTS = "mlp.experts."
 _LOCAL_EXPERTS = f"{_EXPERTS}local_experts."
 _BACKEND = {
@@ -129,7 +134,7 @@ class MegatronTarget(TrainerTarget):
         # With tied embeddings the last of several stages has a copy of them. source: megatron/core
         # gpt_model.py
         output_layer = not facts["tied"] or (topology.pp > 1 and not is_chunked)
-        facts |= {"split_gate": is_chunked, "output_layer": output_layer}
+        facts |= {"split_gate": is_chunked, "split_delta": is_chunked, "output_layer": output_layer}
         args = {} if model is not None else source.model.config or {}
         is_local = name.endswith("-local") or args.get("transformer_impl") == "local"
         # Rank files of grouped experts have other names. source: Megatron-LM arguments.py, --moe-grouped-gemm
@@ -138,9 +143,16 @@ class MegatronTarget(TrainerTarget):
         facts |= {"experts_flat": False, "experts_stacked": False}
         layout = "megatron.legacy"
         if model is None:
-            layout = megatron_mixed.NAME if source.binding.layout == megatron_mixed.NAME else layout
-        elif megatron.is_latent(model) or (model.experts and model.experts.shared) or model.dense_layers:
-            layout = megatron_mixed.NAME
+            layout = str(source.binding.layout) if source.binding.layout in megatron_mixed.NAMES else layout
+        elif megatron.is_mixed(model):
+            layout = megatron_mixed.DELTA if model.delta_layers else megatron_mixed.NAME
+        if is_local and layout == megatron_mixed.DELTA:
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                "the local modules: Megatron-LM builds gated delta nets with Transformer Engine alone",
+                help="choose the names of Transformer Engine",
+                run=["--to megatron"],
+            )
         if is_local and not is_chunked and facts.get("mla") and topology.tp > 1:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
@@ -172,8 +184,8 @@ class MegatronTarget(TrainerTarget):
     def form(self) -> Form:
         """Return the form of the result."""
         form = replace(super().form(), chunks=self.is_chunked)
-        if self.layout == megatron_mixed.NAME:
-            form = replace(form, table=megatron_mixed.table())
+        if self.layout in megatron_mixed.NAMES:
+            form = replace(form, table=megatron_mixed.table(self.layout))
         if not self.is_mixture:
             return form
         topology = self.topology
@@ -229,7 +241,7 @@ class MegatronTarget(TrainerTarget):
             return self.topology.stage(layer, layers)
         return 0 if name == _EMBEDDING else self.topology.pp - 1
 
-    def _fused(self, inside: str, has_experts: bool) -> str:
+    def _fused(self, inside: str, has_experts: bool, is_delta: bool) -> str:
         """Return a tensor's name within its layer, with norms as parts of linear layers.
 
         In torch_dist they are that in all layers of heads, in rank files with Transformer Engine. Its layers
@@ -239,7 +251,7 @@ class MegatronTarget(TrainerTarget):
         if self.is_local:
             norms = {} if self.is_latent or not self.is_chunked else _ATTENTION_NORM | _MLP_NORM
         else:
-            norms = _LATENT_NORMS if self.is_latent else _ATTENTION_NORM
+            norms = _LATENT_NORMS if self.is_latent else _DELTA_NORM if is_delta else _ATTENTION_NORM
             norms = norms if has_experts else norms | _MLP_NORM
         for norm, fused in norms.items():
             if inside.startswith(norm):
@@ -274,6 +286,7 @@ class MegatronTarget(TrainerTarget):
     ) -> OrderedDict[str, Any]:
         """Return the state dict of a rank: layers and experts are numbered from its first."""
         per_stage, mixed = layers // self.topology.pp, _find_layers_of_experts(bound)
+        delta = _find_delta_layers(bound)
         experts = bound.axes["E"] // self.topology.ep if self.is_mixture else 0
         model: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in tensors:
@@ -286,7 +299,7 @@ class MegatronTarget(TrainerTarget):
                     if tensor.expert // experts != coords["ep"]:
                         continue
                     inside = _renumber(inside, tensor.expert % experts)
-                key = prefix + self._fused(inside, tensor.layer in mixed)
+                key = prefix + self._fused(inside, tensor.layer in mixed, tensor.layer in delta)
             model[key] = TensorOf(name)
             module, _, kind = key.rpartition(".")
             if kind.startswith("weight") and module.rpartition(".")[2] in {*_LINEARS, "output_layer"}:
@@ -301,7 +314,7 @@ class MegatronTarget(TrainerTarget):
         Layers are stacked along an axis of their own, or numbered.
         """
         layers, experts, records = _count_layers(bound), bound.axes.get("E", 0), Records(folder)
-        mixed = _find_layers_of_experts(bound)
+        mixed, delta = _find_layers_of_experts(bound), _find_delta_layers(bound)
         states: dict[str, str] = {}
         for name, tensor in _ordered(bound.tensors):
             full, layer, expert = tensor.whole, tensor.layer, tensor.expert
@@ -314,7 +327,7 @@ class MegatronTarget(TrainerTarget):
             if layer is not None:
                 if is_stacked and layer < layers:
                     prefix, at = _LAYERS, [(layer, layers)]
-                inside = self._fused(inside, layer in mixed)
+                inside = self._fused(inside, layer in mixed, layer in delta)
                 if expert is not None:
                     # Experts are stacked in any case.
                     inside, at = f"{_EXPERTS}experts.{_in_expert(inside)}", [*at, (expert, experts)]
@@ -327,11 +340,12 @@ class MegatronTarget(TrainerTarget):
                 begin, extents = [n for n, _ in at] + first, [n for _, n in at] + of
                 shape = [1] * len(at) + tensor.shape
                 records.chunk(self._file(stage, coords), coords, name, inside, extents, begin, shape)
-            module, _, kind = inside.rpartition(".")
+            # Of a projection that is stored in parts, the first one tells.
+            module, _, kind = inside.removesuffix(_FIRST_PART).rpartition(".")
             if layer is not None and kind == "weight" and module.rpartition(".")[2] in _LINEARS:
                 shard = [".".join(map(str, each)) for each in zip(*at, strict=True)] or ["0", "1"]
                 states[f"{module}._extra_state/shard_{'_'.join(shard)}"] = self._file(stage, {})
-        for layer in range(bound.axes["L"]):
+        for layer in sorted(set(range(bound.axes["L"])) - delta):
             state, file = f"{_ATTENTION}._extra_state/shard", self._file(self._stage("", layer, layers), {})
             if layer >= layers:
                 states[f"{_FURTHER}{layer - layers}.{_FURTHER_BLOCK}{state}_0_1"] = file
@@ -422,6 +436,15 @@ def _find_layers_of_experts(bound: Bound) -> set[int]:
     """Find the layers that have experts."""
     tensors = bound.tensors.values()
     return {tensor.layer for tensor in tensors if tensor.layer is not None and tensor.expert is not None}
+
+
+def _find_delta_layers(bound: Bound) -> set[int]:
+    """Find the layers that have gated delta nets."""
+    return {
+        tensor.layer
+        for name, tensor in bound.tensors.items()
+        if name.endswith(_DELTA) and tensor.layer is not None
+    }
 
 
 def _in_expert(inside: str) -> str:

@@ -135,8 +135,8 @@ class Megatron:
         chunks = [[own for _, own in model] for model in models]
         files = list(zip(range(len(chunks)), grid.places, chunks, strict=True))
         of_ranks.judge_stages(source, found, files, grid.pp)
-        if arguments.is_mixed(args, names):
-            source.binding.layout = megatron_mixed.NAME
+        if (mixed := arguments.find_mixed_table(args, names)) is not None:
+            source.binding.layout = mixed
         if (lack := _beyond(args, names, grid, str(source.binding.layout))) is not None:
             source.binding.layout = "megatron.legacy"
             _whole(source, found, contents, states, models, args, grid, lack)
@@ -292,8 +292,8 @@ def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
 
 def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) -> Lack | None:
     """Find a part of the model, or of its division among ranks, for which the table has no rule."""
-    is_mixed = layout == megatron_mixed.NAME
-    table = megatron_mixed.table() if is_mixed else tables.table(layout)
+    is_mixed = layout in megatron_mixed.NAMES
+    table = megatron_mixed.table(layout) if is_mixed else tables.table(layout)
     strange = sorted(name for name in names if table.rule_of(name) is None)
     strange.sort(key=lambda name: name.endswith("_extra_state"))
     if strange:
@@ -306,7 +306,9 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) 
             return Lack("transformer_impl", "transformer_engine, which does not divide latents", "local")
     elif groups and groups % grid.tp:
         return Lack("num_query_groups", f"a multiple of {grid.tp}", str(groups))
-    return Lack("attention_output_gate", "False", "True") if args.get("attention_output_gate") else None
+    if args.get("attention_output_gate") and layout != megatron_mixed.DELTA:
+        return Lack("attention_output_gate", "False", "True")
+    return None
 
 
 def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:

@@ -118,17 +118,26 @@ def _has_dense_layers(args: Mapping[str, Any]) -> bool:
     return every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
 
 
-def is_mixed(args: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return True for a mixture of experts whose numbered layers the table ``megatron.mixed`` describes."""
-    words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
-    differs = _has_dense_layers(args) or any(args.get(word) for word in words)
-    latent = bool(args.get("multi_latent_attention"))
+def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Return the name of the table that describes a mixture's numbered layers, which may differ.
+
+    None for a model whose layers are alike, and one that no such table describes.
+    """
     if any(args.get(word) for word in _UNREAD) or megatron.list_layers(args) is None:
-        return False
+        return None
+    if not args.get("swiglu") or not mixture(args, names):
+        return None
+    latent = bool(args.get("multi_latent_attention"))
+    if args.get("experimental_attention_variant") == megatron.DELTA_NET:
+        # The table has norms less 1, and heads with gates.
+        fits = bool(args.get("apply_layernorm_1p")) and bool(args.get("attention_output_gate"))
+        return megatron_mixed.DELTA if fits and not latent and megatron.list_delta_layers(args) else None
     # Latents without norms (no qk_layernorm) are another model.
     if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
-        return False
-    return bool(differs or latent) and bool(args.get("swiglu")) and mixture(args, names)
+        return None
+    words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
+    differs = _has_dense_layers(args) or any(args.get(word) for word in words)
+    return megatron_mixed.NAME if differs or latent else None
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
@@ -159,6 +168,13 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
     return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
 
 
+def _find_family(layout: str | None, *, moe: bool, latent: bool) -> str:
+    """Return the family of models whose hub the tensors meet."""
+    if layout == megatron_mixed.DELTA:
+        return "qwen3_next"
+    return "deepseek_v3" if latent else "mixtral" if moe else "llama"
+
+
 @dataclass(frozen=True)
 class Unnamed:
     """Megatron-LM's dialect for models beyond its tables; reading one reports the uncovered setting."""
@@ -183,11 +199,12 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         names: names of the tensors.
         lacking: properties of the model that no argument states.
     """
-    moe, mixed = mixture(args, names), source.binding.layout == megatron_mixed.NAME
+    layout = source.binding.layout
+    moe, mixed = mixture(args, names), layout in megatron_mixed.NAMES
     latent = mixed and bool(args.get("multi_latent_attention"))
     source.binding.axes = megatron.axes_of_mixed(args) if mixed else megatron.axes_of(args, moe)
     source.model = Description(
-        "deepseek_v3" if latent else "mixtral" if moe else "llama",
+        _find_family(layout, moe=moe, latent=latent),
         dict(args),
         dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
     )
@@ -225,9 +242,10 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         "experts_grouped": any(".mlp.experts.linear_fc2.weight" in name for name in names),
         "experts_flat": has(".mlp.experts.weight2"),
         "experts_stacked": has(".mlp.experts.experts.linear_fc2.weight"),
+        "split_delta": has("self_attention.in_proj.weight.query"),
     }
-    if mixed:
-        source.binding.table = megatron_mixed.table()
+    if mixed and layout is not None:
+        source.binding.table = megatron_mixed.table(layout)
         experts, dense = megatron.list_layers(args) or ([], [])
         # By the names of all tables that such a model is led to.
         main = sorted([*experts, *dense])
@@ -239,6 +257,10 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
             "dense": dense,
             "mtp": further,
         }
+        if layout == megatron_mixed.DELTA:
+            delta = megatron.list_delta_layers(args)
+            heads = [layer for layer in main if layer not in delta]
+            sets |= {"delta": delta, "main_full": heads, "full": [*heads, *further]}
         source.binding.sets = {name: ("L", layers) for name, layers in sets.items()}
     gated = args.get("swiglu")
     if isinstance(gated, bool):

@@ -48,10 +48,13 @@ def is_numbered(names: Collection[str]) -> bool:
     return any((match := _LAYER.match(name)) and match[1] for name in names)
 
 
-def fits_mixed(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> bool:
-    """Return True if the table for layers that differ has a rule for each weight."""
-    table = megatron_mixed.table()
-    return arguments.is_mixed(args, shapes) and all(table.rule_of(name) is not None for name in shapes)
+def find_mixed_table(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> str | None:
+    """Return the name of the table for layers that differ if it has a rule for each weight."""
+    name = arguments.find_mixed_table(args, shapes)
+    if name is None:
+        return None
+    table = megatron_mixed.table(name)
+    return name if all(table.rule_of(tensor) is not None for tensor in shapes) else None
 
 
 def unnamed(
@@ -73,7 +76,7 @@ def unnamed(
     for name in shapes:
         if table.rule_of(name) is None:
             return Lack("tensor", "one that Llama or Mixtral has", name)
-    if table.name == megatron_mixed.NAME:
+    if table.name in megatron_mixed.NAMES:
         # The sets of layers state which tensors each has.
         return None
     layers: dict[str | None, set[str]] = {}

@@ -11,7 +11,7 @@ from ...common import json_text
 from ...common.listing import Listing
 from ...common.records import replace
 from ...common.regex import compile_when_used
-from ...layouts import megatron_mixed, tables
+from ...layouts import tables
 from ...layouts.declaration import Source
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, missing
@@ -74,8 +74,8 @@ class TorchDist:
             source.files.folders = settings.folders
         source.files.values |= {"iteration": args.get("iteration"), "args": args}
         args, lacking = arguments.override(source, args, options, file)
-        if is_numbered and table_match.fits_mixed(shapes, args):
-            source.binding.layout = megatron_mixed.NAME
+        if is_numbered and (mixed := table_match.find_mixed_table(shapes, args)) is not None:
+            source.binding.layout = mixed
         arguments.describe(source, args, names, [*unstated, *lacking])
         # What is stored is all that there is: no arguments call for more.
         source.binding.facts["output_layer"] = "output_layer.weight" in names

@@ -1,0 +1,65 @@
+"""Tiny models of Qwen3-Next's kind, by transformers: gated delta nets in most layers, attention with an
+output gate in the others, a mixture of experts with a gated shared expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+State = dict[str, torch.Tensor]
+SIZES: dict[str, Any] = {
+    "vocab_size": 250,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+def model(seed: int = 0, **changes: Any) -> Any:
+    """A tiny model whose router tells the experts apart."""
+    torch.manual_seed(seed)
+    network = Qwen3NextForCausalLM(Qwen3NextConfig(**(SIZES | changes)))
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.normal_(0, 0.3)
+            if name.endswith("linear_attn.norm.weight"):
+                # From 0.5 on, less 1 is exact: Megatron stores it so.
+                parameter.abs_().add_(0.5)
+    return network.eval()
+
+
+def save_with_further_layer(folder: Path, **changes: Any) -> State:
+    """Saves a model with the layer that predicts a further token, as Qwen3-Next's own files hold it.
+
+    transformers has no such layer; its block is that of a layer with attention.
+    source: Qwen/Qwen3-Next-80B-A3B-Instruct model.safetensors.index.json
+    """
+    model(**changes).save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    begin, width = f"model.layers.{SIZES['num_hidden_layers'] - 1}.", SIZES["hidden_size"]
+    torch.manual_seed(9)
+    for name, tensor in list(state.items()):
+        if name.startswith(begin):
+            state["mtp.layers.0." + name.removeprefix(begin)] = torch.randn_like(tensor)
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        state[f"mtp.{name}.weight"] = torch.randn(width)
+    state["mtp.fc.weight"] = torch.randn(width, 2 * width)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return state
