@@ -425,6 +425,31 @@ def test_arguments_of_other_delta_nets_are_refused(
     assert ran.code in (1, 2, 3) and ran.errors and not (tmp_path / "out").exists(), ran.out
 
 
+def test_a_config_of_other_delta_nets_is_not_passed_over(tmp_path: Path) -> None:
+    delta_maker.model().save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", (2, 1, 2, 1))
+    own = json.loads((tmp_path / "hf/config.json").read_text())
+    plain = to_hf(tmp_path / "megatron", tmp_path / "plain")
+    made = json.loads((tmp_path / "plain/config.json").read_text())
+    for name, changes, code in (
+        ("own", {}, 0),
+        ("unnormalised", {"norm_topk_prob": False}, 0),
+        ("types", {"layer_types": ["full_attention", *own["layer_types"][1:]]}, None),
+        ("dense", {"mlp_only_layers": [2]}, None),
+        ("heads", {"linear_num_value_heads": 4}, None),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(own | changes))
+        out = tmp_path / name
+        command = ("--to", "hf", "--vocab-size", 250, "--config", tmp_path / f"{name}.json")
+        ran = cli("convert", tmp_path / "megatron", out, *command)
+        if code is None:
+            assert ran.code != 0 and not out.exists(), (name, ran.out)
+            continue
+        assert ran.code == 0 and json.loads((out / "config.json").read_text()) == made | changes, ran.out
+        assert ("moe_router_pre_softmax" in ran.out) is (name == "unnormalised")
+        same(read_result(out), plain)
+
+
 def test_local_modules_of_delta_nets_are_refused(tmp_path: Path) -> None:
     delta_maker.model().save_pretrained(tmp_path / "hf")
     ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:torch_dist-local")

@@ -20,7 +20,7 @@ from ..common.target_options import EP, ETP, MULTIPLE, PP, TP
 from ..common.topology import Topology
 from ..layouts import megatron_mixed
 from ..layouts.declaration import Source
-from ..models import megatron
+from ..models import megatron, megatron_mixtures
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, Drafted, TrainerTarget, positive
 from .dcp import Records
@@ -144,7 +144,7 @@ class MegatronTarget(TrainerTarget):
         layout = "megatron.legacy"
         if model is None:
             layout = str(source.binding.layout) if source.binding.layout in megatron_mixed.NAMES else layout
-        elif megatron.is_mixed(model):
+        elif megatron_mixtures.is_mixed(model):
             layout = megatron_mixed.DELTA if model.delta_layers else megatron_mixed.NAME
         if is_local and layout == megatron_mixed.DELTA:
             raise FastshardError.of(

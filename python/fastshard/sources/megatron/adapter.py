@@ -18,7 +18,7 @@ from ...common.ranks import rank_range
 from ...common.regex import compile_when_used
 from ...layouts import megatron_mixed, tables
 from ...layouts.declaration import Assembled, Binding, Source, Unit
-from ...models import megatron
+from ...models import megatron, megatron_sizes
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing, unexpected
 from ..choose_step import choose
@@ -279,7 +279,7 @@ def _differs(
 
 def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
     """Raise ``FS211`` if the experts do not divide evenly among ranks."""
-    experts = megatron.size(args, "num_experts")
+    experts = megatron_sizes.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
         raise FastshardError.of(
             codes.BAD_VALUE,
@@ -300,7 +300,7 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) 
         return Lack("tensor", "one that Llama or Mixtral has", strange[0])
     if not is_mixed and arguments.mixture(args, names) and (found := arguments.beyond(args)):
         return Lack(*found)
-    groups = megatron.axes_of(args, False).get("g")
+    groups = megatron_sizes.axes_of(args, False).get("g")
     if is_mixed and args.get("multi_latent_attention"):
         if grid.tp > 1 and args.get("transformer_impl") == "local":
             return Lack("transformer_impl", "transformer_engine, which does not divide latents", "local")
@@ -401,7 +401,7 @@ def _whole(
 
 
 def _experts_of_rank(args: dict[str, Any], grid: RankGrid, names: set[str]) -> int:
-    experts = megatron.size(args, "num_experts")
+    experts = megatron_sizes.size(args, "num_experts")
     if experts is not None:
         return experts // grid.ep
     numbers = (m[1] or m[2] for name in names if (m := _EXPERT.search(name)))

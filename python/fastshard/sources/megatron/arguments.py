@@ -15,7 +15,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
 from ...layouts import megatron_mixed
 from ...layouts.declaration import Description, Evidence, Source
-from ...models import config_json, megatron
+from ...models import config_json, megatron, megatron_config, megatron_sizes
 from ...models.model import Lack, Model
 from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json
 from ...models.repeated_settings import find_repeated_spellings
@@ -59,7 +59,7 @@ def override(
     config = options.override_config
     if config is None:
         return args, []
-    settings, lacking = megatron.read_config_settings(config)
+    settings, lacking = megatron_config.read_config_settings(config)
     if not settings and not lacking:
         raise FastshardError.of(
             codes.BAD_VALUE,
@@ -123,15 +123,17 @@ def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | N
 
     None for a model whose layers are alike, and one that no such table describes.
     """
-    if any(args.get(word) for word in _UNREAD) or megatron.list_layers(args) is None:
+    if any(args.get(word) for word in _UNREAD) or megatron_sizes.list_layers(args) is None:
         return None
     if not args.get("swiglu") or not mixture(args, names):
         return None
     latent = bool(args.get("multi_latent_attention"))
-    if args.get("experimental_attention_variant") == megatron.DELTA_NET:
+    if args.get("experimental_attention_variant") == megatron_sizes.DELTA_NET:
         # The table has norms less 1, and heads with gates.
         fits = bool(args.get("apply_layernorm_1p")) and bool(args.get("attention_output_gate"))
-        return megatron_mixed.DELTA if fits and not latent and megatron.list_delta_layers(args) else None
+        return (
+            megatron_mixed.DELTA if fits and not latent and megatron_sizes.list_delta_layers(args) else None
+        )
     # Latents without norms (no qk_layernorm) are another model.
     if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
         return None
@@ -202,13 +204,13 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     layout = source.binding.layout
     moe, mixed = mixture(args, names), layout in megatron_mixed.NAMES
     latent = mixed and bool(args.get("multi_latent_attention"))
-    source.binding.axes = megatron.axes_of_mixed(args) if mixed else megatron.axes_of(args, moe)
+    source.binding.axes = megatron_sizes.axes_of_mixed(args) if mixed else megatron_sizes.axes_of(args, moe)
     source.model = Description(
         _find_family(layout, moe=moe, latent=latent),
         dict(args),
         dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
     )
-    degrees = {dimension: megatron.size(args, key) for dimension, key in _DEGREES.items()}
+    degrees = {dimension: megatron_sizes.size(args, key) for dimension, key in _DEGREES.items()}
     source.binding.other_degrees = {
         dimension: degree for dimension, degree in degrees.items() if degree is not None
     }
@@ -246,10 +248,10 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     }
     if mixed and layout is not None:
         source.binding.table = megatron_mixed.table(layout)
-        experts, dense = megatron.list_layers(args) or ([], [])
+        experts, dense = megatron_sizes.list_layers(args) or ([], [])
         # By the names of all tables that such a model is led to.
         main = sorted([*experts, *dense])
-        further = list(range(len(main), len(main) + megatron.count_further_layers(args)))
+        further = list(range(len(main), len(main) + megatron_sizes.count_further_layers(args)))
         sets = {
             "main": main,
             "main_moe": experts,
@@ -258,7 +260,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
             "mtp": further,
         }
         if layout == megatron_mixed.DELTA:
-            delta = megatron.list_delta_layers(args)
+            delta = megatron_sizes.list_delta_layers(args)
             heads = [layer for layer in main if layer not in delta]
             sets |= {"delta": delta, "main_full": heads, "full": [*heads, *further]}
         source.binding.sets = {name: ("L", layers) for name, layers in sets.items()}

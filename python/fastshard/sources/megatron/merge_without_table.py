@@ -22,7 +22,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, field
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled
-from ...models import megatron
+from ...models import megatron_sizes
 
 #: The first count of layers in a name.
 _LAYER = compile_when_used(r"^((?:[^.]+\.)*?layers\.)(\d{1,9})\.")
@@ -183,7 +183,7 @@ class Wholes:
             called = {n for n in layers if n % every == 0}
         elif self.args.get("num_experts") and isinstance(every, list):
             called = {n for n, is_mixed in enumerate(every) if is_mixed}
-        further_layers = megatron.size(self.args, "mtp_num_layers") or 0
+        further_layers = megatron_sizes.size(self.args, "mtp_num_layers") or 0
         if self.args.get("mtp_use_repeated_layer"):
             # One layer, used again and again.
             further_layers = min(further_layers, 1)
@@ -259,7 +259,7 @@ class Wholes:
             if len(numbers) <= max(numbers):
                 lacking = next(n for n in range(len(numbers)) if n not in numbers)
                 self._lacks_layer(f"{top}{base + lacking}", f"pp {stage}")
-        layers = megatron.size(self.args, "num_layers")
+        layers = megatron_sizes.size(self.args, "num_layers")
         for top in (
             "decoder.layers.",
             "language_model.encoder.layers.",
@@ -288,7 +288,7 @@ class Wholes:
             layer = int(match[2]) + bases[match[1], place.chunk, place.stage]
             name = f"{match[1]}{layer}{name[match.end(2) :]}"
         if (match := _EXPERT.search(name)) and self.ep > 1:
-            total = megatron.size(self.args, "num_experts")
+            total = megatron_sizes.size(self.args, "num_experts")
             if total is None or total % self.ep:
                 raise _refused(
                     name, place, "num_experts", f"a multiple of {self.ep}", str(self.args.get("num_experts"))
@@ -408,7 +408,7 @@ class Wholes:
         """Extents of divided dimensions in full tensors by the arguments; None if these state none."""
 
         def sized(*keys: str) -> int | None:
-            return next((n for key in keys if (n := megatron.size(self.args, key)) is not None), None)
+            return next((n for key in keys if (n := megatron_sizes.size(self.args, key)) is not None), None)
 
         heads, hidden = sized("num_attention_heads"), sized("hidden_size")
         groups = (sized("num_query_groups") if self.args.get("group_query_attention") else None) or heads

@@ -16,7 +16,7 @@ from typing import Any
 from ...common.errors import FastshardError
 from ...common.records import dataclass
 from ...common.regex import compile_when_used
-from ...models import megatron
+from ...models import megatron_sizes
 from .optim_flat import Part, UnknownPlaces
 
 #: What no optimizer steps.
@@ -89,7 +89,7 @@ def count(args: dict[str, Any], name: str) -> int | None:
         UnknownPlaces: if it is not a positive integer.
     """
     try:
-        return megatron.size(args, name)
+        return megatron_sizes.size(args, name)
     except FastshardError as error:
         raise UnknownPlaces(
             f"{name} among the arguments", "a positive integer", str(args.get(name))

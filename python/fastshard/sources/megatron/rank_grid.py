@@ -12,7 +12,7 @@ from ...common.options import MAX_DEGREE
 from ...common.ranks import format_rank
 from ...common.records import dataclass
 from ...common.topology import Topology
-from ...models import megatron
+from ...models import megatron_sizes
 from ..base import Found
 from .rank_folders import MegatronFiles
 
@@ -58,8 +58,8 @@ class RankGrid:
             FastshardError: ``FS106`` if one number follows and nothing states which of the two it is.
         """
         suffixes = found.seen.suffixes
-        pp = megatron.size(args, "pipeline_model_parallel_size")
-        ep = megatron.size(args, "expert_model_parallel_size")
+        pp = megatron_sizes.size(args, "pipeline_model_parallel_size")
+        ep = megatron_sizes.size(args, "expert_model_parallel_size")
         longest = max(len(s) for s in suffixes)
         if longest == 2 and mixture and pp is None and ep is None:
             raise FastshardError.of(
@@ -79,10 +79,10 @@ class RankGrid:
             )
             for s in suffixes
         ]
-        tp = megatron.size(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
+        tp = megatron_sizes.size(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
         pp = pp or max(p[1] for p in places) + 1
         ep = ep or max(p[2] for p in places) + 1
-        etp = (megatron.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
+        etp = (megatron_sizes.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
         if max(tp, pp, ep, etp) > MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
             raise FastshardError.of(
                 codes.BAD_VALUE,

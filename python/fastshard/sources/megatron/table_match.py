@@ -11,7 +11,7 @@ from ...common.records import replace
 from ...common.regex import compile_when_used
 from ...layouts import megatron_mixed
 from ...layouts.declaration import Source
-from ...models import megatron
+from ...models import megatron_sizes
 from ...models.model import Lack
 from . import arguments
 
@@ -147,7 +147,7 @@ def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator
     """Yield rules for tensors that have a row for each word of the padded vocabulary."""
     word_shapes = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
     embeddings = [shape[0] for name, shape in word_shapes.items() if name.endswith("word_embeddings.weight")]
-    padded_size = megatron.size(args, "padded_vocab_size")
+    padded_size = megatron_sizes.size(args, "padded_vocab_size")
     rows = next(
         iter(
             [

@@ -1,0 +1,282 @@
+"""Megatron-LM's terms for mixtures of experts, attention over a latent and gated delta nets.
+
+source: Megatron-LM megatron/core/transformer/transformer_config.py,
+megatron/core/transformer/moe/{moe_layer,router,experts}.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.config_text import shown
+from . import config_fields
+from .megatron_sizes import (
+    DELTA_NET,
+    DELTA_VALUES,
+    OF_DELTA,
+    list_delta_layers,
+    list_layers,
+    read_flag,
+    read_real,
+    size,
+)
+from .model import (
+    Block,
+    Experts,
+    Lack,
+    Model,
+    Rope,
+    change_layers,
+    drop_experts,
+    take_delta_net,
+)
+
+#: Of each group as many experts count as these are together, and transformers counts two.
+#: source: group_limited_topk there; transformers models/deepseek_v3 (DeepseekV3TopkRouter)
+_BEST_IN_GROUP = 2
+#: What transformers' and Megatron's norms of latents have in common: the former take their own default.
+#: source: transformers models/deepseek_v3 (DeepseekV3Attention: q_a_layernorm, kv_a_layernorm)
+_LATENT_EPS = 1e-6
+#: What YaRN hangs on, by transformers' keys: Megatron's arguments and the value where config.json has none.
+YARN: dict[str, tuple[str, float | None]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+}
+
+
+def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of layers with gated delta nets."""
+    layers = range(axes.get("L in main", axes["L"]))
+    return {
+        "experimental_attention_variant": DELTA_NET,
+        "linear_attention_freq": [int(layer in model.delta_layers) for layer in layers],
+        **{argument: axes[axis] for axis, argument in OF_DELTA.items()},
+        DELTA_VALUES: axes["k"] * axes["u"],
+        "attention_output_gate": True,
+    }
+
+
+def write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of attention over a latent.
+
+    Without YaRN the factor of its scaling is 1: it counts for the softmax all the same.
+    source: megatron/core/transformer/multi_latent_attention.py (softmax_scale)
+    """
+    out: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "num_attention_heads": axes["a"],
+        "group_query_attention": False,
+        "num_query_groups": axes["a"],
+        "kv_channels": axes["vd"],
+        "q_lora_rank": axes["Q"] if model.attention.latent_queries else None,
+        "kv_lora_rank": axes["K"],
+        "qk_head_dim": axes["nope"],
+        "qk_pos_emb_head_dim": axes["rope"],
+        "v_head_dim": axes["vd"],
+        "qk_layernorm": True,
+        "use_rope_scaling": False,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    if model.rope.kind == "yarn":
+        scaling = {
+            "factor": None,
+            "original_max_position_embeddings": model.max_positions,
+            **{key: value for key, value in model.rope.scaling.items() if value is not None},
+        }
+        out["rope_type"] = "yarn"
+        for key, (argument, default) in YARN.items():
+            out[argument] = config_fields.positive_number(scaling, key, default or 1.0)
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            for key in ("mscale", "mscale_all_dim"):
+                out[key] = config_fields.positive_number(scaling, key, 1.0)
+    return out
+
+
+def write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of a mixture of experts.
+
+    A list says which layers have experts, even if all have them, where layers are numbered and not stacked.
+    """
+    layers = axes.get("L in main", axes["L"])
+    dense = [layer for layer in model.dense_layers if layer < layers]
+    out: dict[str, Any] = {
+        "num_experts": axes["E"],
+        "moe_ffn_hidden_size": axes["M"] if "M" in axes else axes["F"],
+        "moe_layer_freq": [int(layer not in dense) for layer in range(layers)] if is_mixed(model) else 1,
+        "moe_router_topk": experts.best,
+        "moe_router_score_function": experts.scores,
+        "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,
+        "moe_router_enable_expert_bias": experts.correction,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1 else experts.scale,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.best_groups if experts.groups > 1 else None,
+        "moe_shared_expert_intermediate_size": axes["S"] if experts.shared else None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "mtp_num_layers": axes["L"] - layers or None,
+    }
+    if experts.scores == "sigmoid":
+        # transformers scores in float32.
+        out["moe_router_dtype"] = "fp32"
+    return out
+
+
+def find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> list[Lack]:
+    """Find what the arguments deny and the tensors show, and sizes that transformers cannot state."""
+    found = []
+    if facts.get("router_correction") and args.get("moe_router_enable_expert_bias") is False:
+        found.append(Lack("moe_router_enable_expert_bias", "True: the files have a bias of experts", "False"))
+    if facts.get("mla") and args.get("qk_layernorm") is False:
+        found.append(Lack("qk_layernorm", "True: the files have norms of latents", "False"))
+    shared, expert = (
+        size(args, "moe_shared_expert_intermediate_size"),
+        size(args, "moe_ffn_hidden_size") or size(args, "ffn_hidden_size"),
+    )
+    # transformers counts those without a gate in experts.
+    if shared and expert and shared % expert and not args.get("moe_shared_expert_gate"):
+        key = "moe_shared_expert_intermediate_size"
+        found.append(Lack(key, f"a multiple of {expert}, the size of an expert", str(shared)))
+    return found
+
+
+def list_lacks_of_mixture(model: Model) -> list[Lack]:
+    """List what transformers and Megatron-LM compute each in its own way."""
+    experts, lacking = model.experts, []
+    if experts is not None and experts.groups > 1 and experts.best // experts.best_groups != _BEST_IN_GROUP:
+        got = f"{experts.best} of {experts.best_groups} groups"
+        lacking.append(Lack("number of best experts", f"{_BEST_IN_GROUP} for each group", got))
+    if experts is not None and experts.best == 1 and (experts.normalised or experts.scores == "sigmoid"):
+        # source: transformer_config.py, "Please use --moe-router-pre-softmax when topk is 1."
+        lacking.append(Lack("number of best experts", "2 or more: the weight of one is not made 1", "1"))
+    if is_latent(model) and model.eps not in (None, _LATENT_EPS):
+        expected = f"{_LATENT_EPS}, which transformers' norms of latents have"
+        lacking.append(Lack(model.word("eps"), expected, f"{model.eps}"))
+    return lacking
+
+
+def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
+    """List what a scaled rotary embedding of a latent has and Megatron-LM's lacks.
+
+    source: megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py; transformers
+    modeling_rope_utils.py (_compute_yarn_parameters)
+    """
+    if rope.kind != "yarn":
+        return []
+    known = {*YARN, "mscale", "mscale_all_dim", "rope_type", "type", "rope_theta", "truncate"}
+    known |= {"partial_rotary_factor"}
+    scaling = {key: value for key, value in rope.scaling.items() if value is not None}
+    lacking = [
+        Lack(f"rope_scaling ({key})", "none", shown(scaling[key])) for key in sorted(scaling.keys() - known)
+    ]
+    every, some = scaling.get("mscale_all_dim"), scaling.get("mscale")
+    if bool(every) and not some:
+        lacking.append(Lack("rope_scaling (mscale)", "a number beside mscale_all_dim", "none"))
+    if scaling.get("truncate", True) is not True:
+        lacking.append(Lack("rope_scaling (truncate)", "true", shown(scaling["truncate"])))
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        got = shown(scaling["partial_rotary_factor"])
+        lacking.append(Lack("rope_scaling (partial_rotary_factor)", "1", got))
+    if scaling.get("factor") is None:
+        lacking.append(Lack("rope_scaling (factor)", "a number", "none"))
+    return lacking
+
+
+def _normalised(args: Mapping[str, Any]) -> bool:
+    """Return True if the weights of the best k experts are normalised.
+
+    Megatron's softmax over the best k alone gives the same as a softmax over all that is normalised
+    afterwards. With moe_router_pre_softmax nothing is normalised.
+
+    source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
+    """
+    return not args.get("moe_router_pre_softmax")
+
+
+def read_experts(args: Mapping[str, Any], best: int) -> Experts:
+    """Return the mixture of experts that the arguments state.
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    scores = str(args.get("moe_router_score_function") or "softmax")
+    groups = size(args, "moe_router_num_groups") if args.get("moe_router_group_topk") else None
+    return Experts(
+        best,
+        normalised=best > 1 if scores == "sigmoid" else _normalised(args),
+        scores=scores,
+        correction=read_flag(args, "moe_router_enable_expert_bias"),
+        groups=groups or 1,
+        best_groups=size(args, "moe_router_group_topk") or 1 if groups else 1,
+        scale=read_real(args, "moe_router_topk_scaling_factor", 1.0),
+        shared=args.get("moe_shared_expert_intermediate_size") is not None,
+        shared_gate=bool(args.get("moe_shared_expert_gate")),
+    )
+
+
+def list_blocks(args: Mapping[str, Any], block: Block) -> tuple[Block, ...]:
+    """Return the kinds of layers: the block, and that without experts where the arguments say so."""
+    layers = size(args, "num_layers") or 0
+    dense = (list_layers(args) or ([], []))[1] if block.experts else []
+    blocks = change_layers([block], dense, layers, drop_experts)
+    return change_layers(blocks, list_delta_layers(args), layers, take_delta_net)
+
+
+def is_mixed(model: Model) -> bool:
+    """Return True for a model whose layers are numbered, as they may differ."""
+    shared = model.experts is not None and model.experts.shared
+    return is_latent(model) or shared or bool(model.dense_layers) or bool(model.delta_layers)
+
+
+def is_latent(model: Model) -> bool:
+    """Return True for attention over a latent."""
+    return model.attention.kind == "latent"
+
+
+def read_rope_of_latent(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
+    """Return the rotary embedding of attention over a latent, and what no other framework has of it.
+
+    source: megatron/core/transformer/multi_latent_attention.py, transformer_config.py (MLATransformerConfig)
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    kind = str(args.get("rope_type") or "yarn")
+    factor, every = read_real(args, "rotary_scaling_factor", 40.0), args.get("mscale_all_dim") or 0.0
+    some = read_real(args, "mscale", 1.0)
+    if kind != "yarn":
+        lacking = [] if kind == "rope" else [Lack("rope_type", "rope | yarn", kind[:80])]
+        if every and factor > 1:
+            lacking.append(Lack("mscale_all_dim", "0 without YaRN", f"{every}"))
+        return rope, lacking
+    scaling = {
+        "factor": factor,
+        "original_max_position_embeddings": int(read_real(args, "original_max_position_embeddings", 4096)),
+        "beta_fast": read_real(args, "beta_fast", 32.0),
+        "beta_slow": read_real(args, "beta_slow", 1.0),
+    }
+    if every:
+        scaling |= {"mscale": some, "mscale_all_dim": read_real(args, "mscale_all_dim", 0.0)}
+    lacking = [] if every or some == 1 else [Lack("mscale", "1 without mscale_all_dim", f"{some}")]
+    return Rope(rope.base, rope.share, "yarn", scaling), lacking
+
+
+def list_lacks_of_routing(args: Mapping[str, Any]) -> list[Lack]:
+    """List routing features that other frameworks lack."""
+    kinds = args.get("moe_router_load_balancing_type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    checks = [
+        ("moe_router_topk_limited_devices", "None", args.get("moe_router_topk_limited_devices") or None),
+        ("moe_apply_probs_on_input", "False", bool(args.get("moe_apply_probs_on_input"))),
+        ("moe_expert_capacity_factor", "None", args.get("moe_expert_capacity_factor")),
+        (
+            "moe_router_load_balancing_type",
+            "no sinkhorn",
+            "sinkhorn" if "sinkhorn" in kinds else "no sinkhorn",
+        ),
+    ]
+    return [Lack(key, expected, str(got)[:80]) for key, expected, got in checks if str(got) != expected]
