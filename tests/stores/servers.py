@@ -11,9 +11,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ def free_ports(count: int) -> list[int]:
         return ports
 
 
+def _put_one_by_one(application: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a server carry out one PUT at a time.
+
+    Moto looks whether an object exists and stores it in two steps, which no store does: of two requests at
+    once both would win. Bodies are read before, so that a client that stalls holds up no other.
+    """
+    lock = threading.Lock()
+
+    def respond(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["REQUEST_METHOD"] != "PUT":
+            return application(environ, start_response)
+        if length := environ.get("CONTENT_LENGTH"):
+            environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read(int(length)))
+        with lock:
+            return application(environ, start_response)
+
+    return respond
+
+
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     """Moto's server in a thread: it keeps objects in memory and asks for no credentials."""
@@ -89,7 +109,7 @@ def moto_server() -> Iterator[S3Server]:
     made = serving.make_server(
         "127.0.0.1",
         0,
-        server.DomainDispatcherApplication(server.create_backend_app),
+        _put_one_by_one(server.DomainDispatcherApplication(server.create_backend_app)),
         threaded=True,
         request_handler=Quiet,
     )
