@@ -11,7 +11,7 @@ import pytest
 from fastshard import FastshardError
 from fastshard.layouts.declaration import Evidence
 from fastshard.models import gpt_neox, huggingface, maxtext, megatron
-from fastshard.models.model import Attention, Block, Experts, Model, Rope
+from fastshard.models.model import Attention, Block, Experts, Model, Rope, change_layers
 
 AXES = {"V": 512, "H": 64, "F": 96, "L": 2, "g": 2, "r": 2, "d": 16, "E": 4}
 NONE, QKV, ALL = (False,) * 4, (True, False, False, False), (True,) * 4
@@ -164,6 +164,20 @@ def test_each_thing_that_a_format_lacks_is_named_by_its_sources_word() -> None:
         "rope_scaling",
         "set of biases",
     ]
+
+
+def test_what_some_layers_have_is_named_with_these_layers() -> None:
+    windowed = replace(LLAMA.blocks[0], attention=Attention(grouped=True, window=9))
+    for layers, named in (
+        ((0, 1, 2, 5), "sliding_window (layers 0-2, 5)"),
+        (tuple(range(6)), "sliding_window"),
+    ):
+        blocks = change_layers(LLAMA.blocks, layers, 6, lambda _: windowed)
+        model = replace(LLAMA, blocks=blocks, words={"window": "sliding_window"})
+        with pytest.raises(FastshardError) as error:
+            maxtext.block_of(replace(model, max_positions=64))
+        (finding,) = error.value.findings
+        assert finding.message.endswith(f"with this {named}") or layers == tuple(range(6))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ back."""
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,78 @@ def test_a_config_of_other_delta_nets_is_not_passed_over(tmp_path: Path) -> None
         assert ran.code == 0 and json.loads((out / "config.json").read_text()) == made | changes, ran.out
         assert ("moe_router_pre_softmax" in ran.out) is (name == "unnormalised")
         same(read_result(out), plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"layer_types": ["full_attention", *["linear_attention"] * 3]}, "a gated delta net"),
+        ({"mlp_only_layers": [3]}, "an MLP"),
+    ],
+    ids=["delta", "dense"],
+)
+def test_further_layers_of_another_kind_than_the_last_are_refused(
+    changes: dict[str, Any], got: str, tmp_path: Path
+) -> None:
+    """Megatron-LM builds them as it builds the last layer."""
+    delta_maker.save_with_further_layer(tmp_path / "hf", **changes)
+    state = load_file(tmp_path / "hf/model.safetensors")
+    delta_maker.save_with_further_layer(tmp_path / "other")
+    other = load_file(tmp_path / "other/model.safetensors")
+    block = {name: tensor for name, tensor in other.items() if name.startswith("mtp.layers.")}
+    state = {name: tensor for name, tensor in state.items() if not name.startswith("mtp.layers.")} | block
+    save_file(state, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2 and ran.having("FS514", message="last layer", got=got), ran.out
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_layers_of_one_kind_of_attention_come_back(kind: str, form: str, tmp_path: Path) -> None:
+    delta_maker.model(layer_types=[kind] * 4).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 1, 2, 1))
+    same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    assert json.loads((tmp_path / "back/config.json").read_text())["layer_types"] == [kind] * 4
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("maker", ["qwen2", "qwen3"])
+def test_biases_and_norms_that_arguments_promise_are_missed(maker: str, form: str, tmp_path: Path) -> None:
+    version, promised = (2, "linear_qkv.bias") if maker == "qwen2" else (3, "q_layernorm.weight")
+    moe_maker.qwen(version, shared_expert_intermediate_size=20).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, (2, 1, 2, 1))
+    root = change_args(tmp_path / "megatron")
+    if form == "legacy":
+        for file in (root / "release").rglob("*.pt"):
+            edit_pt(
+                file,
+                lambda content: [
+                    content["model"].pop(name) for name in [*content["model"]] if promised in name
+                ],
+            )
+    else:
+        reader = dcp.FileSystemReader(root / "release")
+        metadata = reader.read_metadata()
+        for name in [name for name in metadata.state_dict_metadata if promised in name]:
+            del metadata.state_dict_metadata[name]
+        (root / "release/.metadata").write_bytes(pickle.dumps(metadata))
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf", "--vocab-size", 250)
+    assert ran.code != 0 and promised in ran.out and not (tmp_path / "out").exists(), ran.out
+
+
+@pytest.mark.parametrize(("key", "value"), [("linear_num_value_heads", 9), ("num_attention_heads", 9)])
+def test_heads_that_no_groups_divide_are_refused(key: str, value: int, tmp_path: Path) -> None:
+    delta_maker.model().save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", (1, 1, 1, 1))
+    root = change_args(tmp_path / "megatron", **{key: value})
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf", "--vocab-size", 250)
+    assert ran.code == 2 and ran.having("FS211", message=key), ran.out
+
+
+def test_delta_nets_without_any_experts_are_refused(tmp_path: Path) -> None:
+    delta_maker.model(num_experts=0, num_experts_per_tok=1).save_pretrained(tmp_path / "hf")
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2 and ran.having("FS514", message="mixture of experts"), ran.out
 
 
 def test_local_modules_of_delta_nets_are_refused(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ KEYS = frozenset(
         "linear_num_value_heads",
     )
 )
-#: Kinds of attention: each head or group of heads has keys and values; all take them from one latent (MLA);
-#: none has any, a state is carried along (gated delta net).
+#: Kinds of attention: heads, or groups of them, with keys and values of their own; keys and values from one
+#: latent (MLA); gated delta nets, which carry a state along instead.
 ATTENTIONS = ("heads", "latent", "delta")
 #: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
 WINDOWS = ("all", "named", "unknown")
@@ -151,7 +151,7 @@ class ModelClass:
     architecture: str
     #: Those of ``KEYS`` that its config has.
     keys: Sequence[str]
-    #: Those that its config has under names of its own: by these.
+    #: Keys that its config has under another name: one of ``KEYS`` by that name.
     own_keys: Mapping[str, str] = field(default_factory=dict)
     #: Of the classes that compute a model, the one with the lowest number is written; None for one that is
     #: only read.
@@ -164,7 +164,7 @@ class ModelClass:
     grouped: bool = True
     #: The kinds of attention of its layers.
     attentions: Sequence[str] = ("heads",)
-    #: What the heads give is weighed by a gate, which queries come with.
+    #: A gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
     #: How the router of a mixture scores experts.
     scores: str = "softmax"

@@ -192,17 +192,14 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         # A window is in the layers from some number on, and only where the config says so.
         "use_sliding_window": windowed,
         "max_window_layers": windowed and 0,
-        "layer_types": _list_layer_types(model, axes["L"] - model.further_layers),
+        "layer_types": windowed and ["sliding_attention"] * axes["L"],
     }
 
 
-def _list_layer_types(model: Model, count: int) -> list[str] | None:
-    """Return the attention of each layer in transformers' words; None if all layers see all positions."""
-    if model.delta_layers:
-        return [
-            "linear_attention" if layer in model.delta_layers else "full_attention" for layer in range(count)
-        ]
-    return None if model.attention.window is None else ["sliding_attention"] * count
+def _list_layer_types(model: Model, count: int) -> list[str]:
+    """Return the attention of each layer of a model with gated delta nets, in transformers' words."""
+    delta = set(model.delta_layers)
+    return ["linear_attention" if layer in delta else "full_attention" for layer in range(count)]
 
 
 def write(
@@ -227,6 +224,9 @@ def write(
     written += ["rope.scaling"] if model.rope.kind != "default" else []
     written += ["experts.best"] if model.experts is not None else []
     values = _values(model, axes)
+    if "delta" in of.attentions:
+        # Without it the class takes every fourth layer for one with heads.
+        values["layer_types"] = _list_layer_types(model, values["num_hidden_layers"])
     declared = {
         key: value
         for key, value in values.items()
@@ -352,7 +352,7 @@ def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool
 
 
 def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> Experts | None:
-    if not of.experts:
+    if not of.experts or evidence.axes.get("E") == 0:
         return None
     normalised = not of.having("norm_topk_prob") or bool(config.get("norm_topk_prob"))
     groups, best_groups = (

@@ -16,8 +16,10 @@ from . import config_fields, unsupported
 from .config_fields import refused
 from .megatron_mixtures import (
     find_contradictions,
+    has_delta_table,
     is_latent,
     list_blocks,
+    list_lacks_of_further_layers,
     list_lacks_of_mixture,
     list_lacks_of_routing,
     list_lacks_of_yarn,
@@ -198,7 +200,6 @@ QWEN3_NEXT = replace(
     MIXTRAL,
     kind="Qwen3-Next",
     families=("qwen3_next",),
-    scalings=("default",),
     window=False,
     attentions=("heads", "delta"),
     output_gate=(True,),
@@ -296,7 +297,7 @@ class Megatron:
             words=_WORDS,
             assumed=assumed,
         )
-        contradictions = find_contradictions(values, facts) if experts or latent else []
+        contradictions = find_contradictions(values, facts)
         return replace(model, others=(*model.others, *list_lacks_of_mixture(model), *contradictions))
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
@@ -325,7 +326,7 @@ class Megatron:
             "swiglu": True,
             "normalization": "RMSNorm",
             "norm_epsilon": 1e-6 if model.eps is None else model.eps,
-            "apply_layernorm_1p": bool(model.delta_layers),
+            "apply_layernorm_1p": has_delta_table(model),
             "add_bias_linear": linear,
             "add_qkv_bias": qkv and not linear,
             UNTIED: not model.tied,
@@ -341,7 +342,7 @@ class Megatron:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (window - 1, 0)
         written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
-        if model.delta_layers:
+        if has_delta_table(model):
             out |= write_delta(model, axes)
         if model.experts is not None:
             written.append("experts.best")
@@ -372,9 +373,12 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    unsupported.refuse("Megatron-LM", [LLAMA, MIXTRAL, DEEPSEEK, QWEN3_NEXT], model)
-    if lacking := [*list_lacks_of_mixture(model), *list_lacks_of_yarn(model.rope)]:
-        raise unsupported.refused("Megatron-LM", DEEPSEEK if is_latent(model) else MIXTRAL, lacking)
+    kinds = [LLAMA, MIXTRAL, DEEPSEEK, QWEN3_NEXT]
+    unsupported.refuse("Megatron-LM", kinds, model)
+    lacking = [*list_lacks_of_mixture(model), *list_lacks_of_yarn(model.rope)]
+    if lacking := [*lacking, *list_lacks_of_further_layers(model)]:
+        kind = next(kind for kind in kinds if model.family in kind.families)
+        raise unsupported.refused("Megatron-LM", kind, lacking)
 
 
 def facts_of(model: Model) -> dict[str, bool]:

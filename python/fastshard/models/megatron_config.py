@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.config_text import shown
+from ..layouts import tables
 from .megatron import OF_CONFIG, SETTINGS, UNTIED
 from .megatron_mixtures import YARN
 from .megatron_sizes import DELTA_VALUES, OF_DELTA
@@ -25,7 +26,10 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     if not is_config_json(config):
         named = {str(key).replace("-", "_"): value for key, value in config.items()}
         return {key: value for key, value in named.items() if key in SETTINGS and value is not None}, []
+    of = tables.classes().get(str(config.get("model_type")))
     settings = read_settings(config)
+    if of is not None and "partial_rotary_factor" in of.defaults:
+        settings.setdefault("partial_rotary_factor", of.defaults["partial_rotary_factor"])
     kind, window = settings.get("rope_type", "default"), settings.get("sliding_window")
     lacking = []
     if "rope_by_layers" in settings:
@@ -86,6 +90,12 @@ def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, An
     layers, types = settings.get("num_hidden_layers"), config.get("layer_types")
     if isinstance(types, list) and "linear_attention" in types:
         found["linear_attention_freq"] = [int(one == "linear_attention") for one in types]
+    elif (
+        isinstance(layers, int)
+        and isinstance(every := config.get("full_attention_interval"), int)
+        and every > 0
+    ):
+        found["linear_attention_freq"] = [int((layer + 1) % every != 0) for layer in range(layers)]
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if isinstance(layers, int) and isinstance(dense, list) and isinstance(step, int) and step > 0:
         pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]

@@ -48,14 +48,16 @@ YARN: dict[str, tuple[str, float | None]] = {
 
 
 def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of layers with gated delta nets."""
+    """Return the arguments of gated delta nets, and of attention with an output gate."""
+    if not model.delta_layers:
+        return {"attention_output_gate": True}
     layers = range(axes.get("L in main", axes["L"]))
     return {
+        "attention_output_gate": True,
         "experimental_attention_variant": DELTA_NET,
         "linear_attention_freq": [int(layer in model.delta_layers) for layer in layers],
         **{argument: axes[axis] for axis, argument in OF_DELTA.items()},
         DELTA_VALUES: axes["k"] * axes["u"],
-        "attention_output_gate": True,
     }
 
 
@@ -131,6 +133,8 @@ def find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> l
     found = []
     if facts.get("router_correction") and args.get("moe_router_enable_expert_bias") is False:
         found.append(Lack("moe_router_enable_expert_bias", "True: the files have a bias of experts", "False"))
+    if facts.get("qk_norm") and args.get("qk_layernorm") is False:
+        found.append(Lack("qk_layernorm", "True: the files have norms of queries and keys", "False"))
     if facts.get("mla") and args.get("qk_layernorm") is False:
         found.append(Lack("qk_layernorm", "True: the files have norms of latents", "False"))
     shared, expert = (
@@ -152,11 +156,33 @@ def list_lacks_of_mixture(model: Model) -> list[Lack]:
         lacking.append(Lack("number of best experts", f"{_BEST_IN_GROUP} for each group", got))
     if experts is not None and experts.best == 1 and (experts.normalised or experts.scores == "sigmoid"):
         # source: transformer_config.py, "Please use --moe-router-pre-softmax when topk is 1."
-        lacking.append(Lack("number of best experts", "2 or more: the weight of one is not made 1", "1"))
+        expected = "2 or more: Megatron-LM does not normalise the weight of one"
+        lacking.append(Lack("number of best experts", expected, "1"))
     if is_latent(model) and model.eps not in (None, _LATENT_EPS):
         expected = f"{_LATENT_EPS}, which transformers' norms of latents have"
         lacking.append(Lack(model.word("eps"), expected, f"{model.eps}"))
     return lacking
+
+
+def list_lacks_of_further_layers(model: Model) -> list[Lack]:
+    """List why Megatron-LM cannot build the layers that predict further tokens: they are as its last layer.
+
+    source: megatron/core/models/gpt/gpt_layer_specs.py (get_gpt_mtp_block_spec)
+    """
+    kind = _find_last_kind(model) if model.further_layers else None
+    if kind is None:
+        return []
+    expected = "attention and experts in the last layer, as in those that predict further tokens"
+    return [Lack("last layer", expected, kind)]
+
+
+def _find_last_kind(model: Model) -> str | None:
+    """Return what the decoder's last layer has in place of attention or experts; None if it has both."""
+    count = max((layer for block in model.blocks for layer in block.layers or ()), default=-1) + 1
+    last = count - model.further_layers - 1
+    if last in model.delta_layers:
+        return "a gated delta net"
+    return "an MLP" if last in model.dense_layers else None
 
 
 def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
@@ -229,7 +255,12 @@ def list_blocks(args: Mapping[str, Any], block: Block) -> tuple[Block, ...]:
 def is_mixed(model: Model) -> bool:
     """Return True for a model whose layers are numbered, as they may differ."""
     shared = model.experts is not None and model.experts.shared
-    return is_latent(model) or shared or bool(model.dense_layers) or bool(model.delta_layers)
+    return is_latent(model) or shared or bool(model.dense_layers) or has_delta_table(model)
+
+
+def has_delta_table(model: Model) -> bool:
+    """Return True for gated delta nets, and for attention with their output gate."""
+    return bool(model.delta_layers) or model.attention.output_gate
 
 
 def is_latent(model: Model) -> bool:

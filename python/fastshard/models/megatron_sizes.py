@@ -17,7 +17,7 @@ OF_DELTA = {
     "C": "linear_conv_kernel_dim",
 }
 DELTA_VALUES = "linear_num_value_heads"
-#: The kind of attention that is one.
+#: The argument's word for layers with gated delta nets.
 DELTA_NET = "gated_delta_net"
 
 
@@ -112,8 +112,21 @@ def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
         }
     further |= {axis: size(args, argument) for axis, argument in OF_DELTA.items()}
     keys, values = further["k"], size(args, DELTA_VALUES)
-    further["u"] = values // keys if keys and values and values % keys == 0 else None
+    further["u"] = _divide(values, keys, DELTA_VALUES)
     return axes | {axis: extent for axis, extent in further.items() if extent is not None}
+
+
+def _divide(heads: int | None, groups: int | None, key: str) -> int | None:
+    """Return the number of heads in each group; None if one of the numbers is not stated.
+
+    Raises:
+        FastshardError: ``FS211`` if the groups differ.
+    """
+    if heads is None or groups is None:
+        return None
+    if heads % groups:
+        raise refused(f"{LABEL}{key}", f"a multiple of {groups}", heads)
+    return heads // groups
 
 
 def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
@@ -128,7 +141,7 @@ def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
         "L": size(args, "num_layers"),
         "H": size(args, "hidden_size"),
         "g": groups,
-        "r": heads // groups if heads and groups and heads % groups == 0 else None,
+        "r": _divide(heads, groups, "num_attention_heads"),
         "d": size(args, "kv_channels"),
         "P": size(args, "padded_vocab_size"),
         "F": size(args, "ffn_hidden_size"),

@@ -74,7 +74,7 @@ class Attention:
     grouped: bool = False
     #: Queries come from a latent, too.
     latent_queries: bool = False
-    #: What the heads give is weighed by a gate, which queries come with.
+    #: A gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
 
 
@@ -172,15 +172,20 @@ class Model:
     config: Mapping[str, Any] | None = None
 
     @property
+    def block(self) -> Block:
+        """The first kind of layers, but for gated delta nets."""
+        others = (block for block in self.blocks if block.attention.kind != "delta")
+        return next(others, self.blocks[0])
+
+    @property
     def attention(self) -> Attention:
-        """The attention of the first layers that are no gated delta nets."""
-        heads = (block.attention for block in self.blocks if block.attention.kind != "delta")
-        return next(heads, self.blocks[0].attention)
+        """The attention of that kind of layers."""
+        return self.block.attention
 
     @property
     def biases(self) -> tuple[bool, bool, bool, bool]:
-        """The biases of the first layers."""
-        return self.blocks[0].biases
+        """The biases of that kind of layers."""
+        return self.block.biases
 
     @property
     def experts(self) -> Experts | None:
@@ -190,6 +195,8 @@ class Model:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers without experts of a model in which others have them, ascending."""
+        if self.experts is None:
+            return ()
         dense = (block.layers or () for block in self.blocks if block.experts is None)
         return tuple(sorted(layer for layers in dense for layer in layers))
 

@@ -80,10 +80,24 @@ class Says:
 
     def lacks(self, model: Model) -> list[Lack]:
         """List what a model has and this kind lacks."""
-        blocks = (
-            replace(lack, layers=block.layers) for block in model.blocks for lack in self._block(model, block)
-        )
-        return [*model.others, *self._shared(model), *self._positions(model), *blocks, *self._mixture(model)]
+        return [
+            *model.others,
+            *self._shared(model),
+            *self._positions(model),
+            *self._blocks(model),
+            *self._mixture(model),
+        ]
+
+    def _blocks(self, model: Model) -> Iterator[Lack]:
+        """List what kinds of layers have and this kind of models lacks, each once, with its layers."""
+        found: dict[Lack, list[Block]] = {}
+        blocks_with_layers = [block for block in model.blocks if block.layers != ()]
+        for block in blocks_with_layers:
+            for lack in self._block(model, block):
+                found.setdefault(lack, []).append(block)
+        for lack, blocks in found.items():
+            layers = tuple(sorted(layer for block in blocks for layer in block.layers or ()))
+            yield lack if len(blocks) == len(blocks_with_layers) else replace(lack, layers=layers)
 
     def _shared(self, model: Model) -> Iterator[Lack]:
         """List what all layers have in common and this kind lacks."""
@@ -235,7 +249,9 @@ def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None)
 
 
 def _in_layers(lack: Lack) -> str:
-    return "" if lack.layers is None else f" (layers {runs_of(runs(lack.layers))})"
+    if not lack.layers:
+        return ""
+    return f" (layer{'s' if len(lack.layers) > 1 else ''} {runs_of(runs(lack.layers))})"
 
 
 def _with(bias: bool) -> str:

@@ -145,11 +145,11 @@ class MegatronTarget(TrainerTarget):
         if model is None:
             layout = str(source.binding.layout) if source.binding.layout in megatron_mixed.NAMES else layout
         elif megatron_mixtures.is_mixed(model):
-            layout = megatron_mixed.DELTA if model.delta_layers else megatron_mixed.NAME
+            layout = megatron_mixed.DELTA if megatron_mixtures.has_delta_table(model) else megatron_mixed.NAME
         if is_local and layout == megatron_mixed.DELTA:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "the local modules: Megatron-LM builds gated delta nets with Transformer Engine alone",
+                f"{name} cannot be written: Megatron-LM builds gated delta nets with Transformer Engine only",
                 help="choose the names of Transformer Engine",
                 run=["--to megatron"],
             )

@@ -109,6 +109,8 @@ _UNREAD = (
     "moe_shared_expert_glu_interleave_size",
     "mtp_use_repeated_layer",
 )
+#: Weights of gated delta nets that torch_dist holds in parts.
+_DELTA_PARTS = ("self_attention.in_proj.weight", "self_attention.conv1d.weight")
 #: Spellings of the norm of the latent of keys and values.
 _LATENT_NORMS = ("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight")
 
@@ -128,12 +130,12 @@ def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | N
     if not args.get("swiglu") or not mixture(args, names):
         return None
     latent = bool(args.get("multi_latent_attention"))
-    if args.get("experimental_attention_variant") == megatron_sizes.DELTA_NET:
+    variant = args.get("experimental_attention_variant")
+    if variant == megatron_sizes.DELTA_NET or args.get("attention_output_gate"):
         # The table has norms less 1, and heads with gates.
         fits = bool(args.get("apply_layernorm_1p")) and bool(args.get("attention_output_gate"))
-        return (
-            megatron_mixed.DELTA if fits and not latent and megatron_sizes.list_delta_layers(args) else None
-        )
+        has_pattern = variant is None or bool(megatron_sizes.list_delta_layers(args))
+        return megatron_mixed.DELTA if fits and has_pattern and not latent else None
     # Latents without norms (no qk_layernorm) are another model.
     if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
         return None
@@ -229,13 +231,17 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         # With tied embeddings the last of several stages has a copy of them.
         "output_layer": head or not tied,
         "split_gate": False,
-        "qkv_bias": has("self_attention.linear_qkv.bias"),
-        "linear_bias": has("self_attention.linear_proj.bias") or has("mlp.linear_fc2.bias"),
-        "qk_norm": not latent and has("self_attention.q_layernorm.weight"),
+        # What the arguments promise and the files lack is missing.
+        "qkv_bias": has("self_attention.linear_qkv.bias")
+        or states("add_qkv_bias")
+        or states("add_bias_linear"),
+        "linear_bias": has("self_attention.linear_proj.bias")
+        or has("mlp.linear_fc2.bias")
+        or states("add_bias_linear"),
+        "qk_norm": not latent and (has("self_attention.q_layernorm.weight") or states("qk_layernorm")),
         "moe": moe,
         "mla": latent,
         "q_lora": latent and args.get("q_lora_rank") is not None,
-        # What the arguments promise and the files lack is missing.
         "router_correction": has("mlp.router.expert_bias") or states("moe_router_enable_expert_bias"),
         "shared_experts": has("mlp.shared_experts.linear_fc2.weight")
         or states("moe_shared_expert_intermediate_size"),
@@ -244,7 +250,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         "experts_grouped": any(".mlp.experts.linear_fc2.weight" in name for name in names),
         "experts_flat": has(".mlp.experts.weight2"),
         "experts_stacked": has(".mlp.experts.experts.linear_fc2.weight"),
-        "split_delta": has("self_attention.in_proj.weight.query"),
+        "split_delta": any(name.rpartition(".")[0].endswith(_DELTA_PARTS) for name in names),
     }
     if mixed and layout is not None:
         source.binding.table = megatron_mixed.table(layout)
