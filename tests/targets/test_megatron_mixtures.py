@@ -394,6 +394,27 @@ def test_delta_nets_come_back_with_their_further_layer(form: str, tmp_path: Path
     same(to_hf(tmp_path / "megatron", tmp_path / "back"), want)
 
 
+def test_a_config_of_the_hub_without_types_of_layers_means_the_same(tmp_path: Path) -> None:
+    """The keys that Qwen3-Next-80B-A3B-Instruct has, in version 4's spelling."""
+    delta_maker.save_with_further_layer(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "want", "torch_dist", (2, 1, 2, 1))
+    hub = copy(tmp_path / "hf", tmp_path / "hub")
+    config = json.loads((hub / "config.json").read_text())
+    for key in (
+        "layer_types",
+        "rope_parameters",
+        "linear_conv_kernel_dim",
+        "mlp_only_layers",
+        "attention_bias",
+    ):
+        del config[key]
+    config |= {"full_attention_interval": 4, "rope_theta": 10000, "partial_rotary_factor": 0.5}
+    (hub / "config.json").write_text(json.dumps(config | {"rope_scaling": None}))
+    convert(hub, tmp_path / "have", "torch_dist", (2, 1, 2, 1))
+    for file in (tmp_path / "want/release").iterdir():
+        assert file.read_bytes() == (tmp_path / "have/release" / file.name).read_bytes(), file.name
+
+
 @pytest.mark.parametrize("gone", ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.gate.weight"])
 def test_a_part_of_a_further_layer_is_missed(gone: str, tmp_path: Path) -> None:
     delta_maker.save_with_further_layer(tmp_path / "hf")
