@@ -79,6 +79,21 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig]] = {
         ),
     ),
     "qwen3_moe": ("hf.qwen2_moe", transformers.Qwen3MoeConfig(**EXPERTS, head_dim=6, mlp_only_layers=[0, 3])),
+    "qwen3_next": (
+        "hf.qwen3_next",
+        transformers.Qwen3NextConfig(
+            **EXPERTS,
+            head_dim=6,
+            mlp_only_layers=[1],
+            shared_expert_intermediate_size=14,
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=5,
+            linear_value_head_dim=7,
+            linear_conv_kernel_dim=3,
+            attention_bias=True,
+        ),
+    ),
 }
 #: A layer of each set that a model has, and a tensor of the other set there.
 STRAY = {
@@ -88,6 +103,10 @@ STRAY = {
     ],
     "ernie": [("dense", 2, "mlp.gate.weight", (4, 16)), ("moe", 1, "mlp.down_proj.weight", (16, 24))],
     "qwen2_moe": [("dense", 1, "mlp.gate.weight", (4, 16)), ("moe", 0, "mlp.down_proj.weight", (16, 24))],
+    "qwen3_next": [
+        ("delta", 0, "self_attn.q_proj.weight", (48, 16)),
+        ("main_full", 3, "linear_attn.A_log", (6,)),
+    ],
 }
 
 
@@ -426,8 +445,8 @@ def test_a_model_computes_the_same_after_it_was_merged_and_cast(name: str, tmp_p
     assert torch.equal(logits(tmp_path / "merged"), want)
     fastshard.merge(tmp_path / "in", tmp_path / "bf16", dtype="bf16")
     fastshard.merge(tmp_path / "bf16", tmp_path / "back", dtype="f32")
-    # What stays in float32 whatever the model's dtype is, its table says.
-    ends = ("e_score_correction_bias",) + (("mlp.gate.weight",) if name == "ernie" else ())
+    # What stays in float32 whatever the model's dtype is.
+    ends = ("e_score_correction_bias", "A_log", "dt_bias") + (("mlp.gate.weight",) if name == "ernie" else ())
     kept = {n for n in model.state_dict() if n.endswith(ends)}
     with torch.no_grad():
         for tensor_name, values in model.state_dict().items():
