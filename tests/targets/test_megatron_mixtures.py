@@ -544,6 +544,15 @@ def test_delta_nets_without_any_experts_are_refused(tmp_path: Path) -> None:
     assert ran.code == 2 and ran.having("FS514", message="mixture of experts"), ran.out
 
 
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "rotary_pct"])
+def test_a_share_of_heads_that_the_class_does_not_rotate_is_refused(key: str, tmp_path: Path) -> None:
+    """transformers computes the same with and without it."""
+    moe_maker.qwen(2).save_pretrained(tmp_path / "hf")
+    change_config(tmp_path / "hf", key, 0.5)
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2 and ran.having("FS514", message="partial_rotary_factor", got="0.5"), ran.out
+
+
 def test_local_modules_of_delta_nets_are_refused(tmp_path: Path) -> None:
     delta_maker.model().save_pretrained(tmp_path / "hf")
     ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:torch_dist-local")

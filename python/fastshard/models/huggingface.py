@@ -11,6 +11,7 @@ from typing import Any
 from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding
+from ..common.records import replace
 from ..layouts import tables
 from ..layouts.declaration import Evidence
 from ..layouts.model_classes import KEYS, PLACES, ModelClass
@@ -281,6 +282,10 @@ class HuggingFace:
         settings |= {field: settings[key] for key, field in of.own_keys.items() if key in settings}
         window, some = find_windows(settings, of)
         rope, several = rope_of(settings)
+        if rope.share != 1 and not of.having(*_SHARES):
+            # transformers looks at it in the classes alone that have such a key.
+            several.append(Lack(_SHARES[0], "1: the class rotates whole heads", f"{rope.share:g}"))
+            rope = replace(rope, share=1.0)
         activation = str(settings.get("hidden_act", "silu"))
         eps = "layer_norm_eps" if of.having("layer_norm_eps") else "rms_norm_eps"
         return Model(
