@@ -24,6 +24,8 @@ def _megatron() -> Forks:
         "megatron.core.dist_checkpointing",
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
+        # DeepSpeed sets it on import, and the devices that scripts pretend would be taken for real ones.
+        PYTORCH_NVML_BASED_CUDA_CHECK="0",
     )
 
 
