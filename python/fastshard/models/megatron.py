@@ -29,7 +29,15 @@ from .megatron_mixtures import (
     write_experts,
     write_latent,
 )
-from .megatron_sizes import DELTA_VALUES, LABEL, OF_DELTA, count_further_layers, read_flag, read_real
+from .megatron_sizes import (
+    DELTA_NET,
+    DELTA_VALUES,
+    LABEL,
+    OF_DELTA,
+    count_further_layers,
+    read_flag,
+    read_real,
+)
 from .model import (
     Attention,
     Block,
@@ -290,7 +298,7 @@ class Megatron:
             tied=facts["tied"],
             max_positions=whole("max_positions", "max_position_embeddings", 4096),
             others=(
-                *_besides(values, is_delta=evidence.family == "qwen3_next"),
+                *_besides(values),
                 *some,
                 *(list_lacks_of_routing(values) if experts else ()),
             ),
@@ -446,11 +454,16 @@ _OF_DELTA_TABLE = frozenset(
 )
 
 
-def _besides(args: Mapping[str, Any], *, is_delta: bool) -> list[Lack]:
+def is_delta(args: Mapping[str, Any]) -> bool:
+    """Return True for arguments of gated delta nets, and of attention with their output gate."""
+    return args.get("experimental_attention_variant") == DELTA_NET or bool(args.get("attention_output_gate"))
+
+
+def _besides(args: Mapping[str, Any]) -> list[Lack]:
     return [
         Lack(key, str(next(iter(values), None)), str(args[key])[:80])
         for key, values in _NEUTRAL.items()
-        if not _neutral(key, args.get(key)) and not (is_delta and key in _OF_DELTA_TABLE)
+        if not _neutral(key, args.get(key)) and not (is_delta(args) and key in _OF_DELTA_TABLE)
     ]
 
 

@@ -292,6 +292,8 @@ def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
 
 def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) -> Lack | None:
     """Find a part of the model, or of its division among ranks, for which the table has no rule."""
+    if (lack := arguments.find_lack_of_delta(args, names)) is not None:
+        return lack
     is_mixed = layout in megatron_mixed.NAMES
     table = megatron_mixed.table(layout) if is_mixed else tables.table(layout)
     strange = sorted(name for name in names if table.rule_of(name) is None)
@@ -306,8 +308,6 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) 
             return Lack("transformer_impl", "transformer_engine, which does not divide latents", "local")
     elif groups and groups % grid.tp:
         return Lack("num_query_groups", f"a multiple of {grid.tp}", str(groups))
-    if args.get("attention_output_gate") and layout != megatron_mixed.DELTA:
-        return Lack("attention_output_gate", "False", "True")
     return None
 
 

@@ -111,6 +111,8 @@ _UNREAD = (
 )
 #: Weights of gated delta nets that torch_dist holds in parts.
 _DELTA_PARTS = ("self_attention.in_proj.weight", "self_attention.conv1d.weight")
+#: A weight that each gated delta net has.
+_DELTA_DECAY = ".self_attention.A_log"
 #: Spellings of the norm of the latent of keys and values.
 _LATENT_NORMS = ("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight")
 
@@ -125,23 +127,50 @@ def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | N
 
     None for a model whose layers are alike, and one that no such table describes.
     """
+    if megatron.is_delta(args):
+        return megatron_mixed.DELTA if find_lack_of_delta(args, names) is None else None
     if any(args.get(word) for word in _UNREAD) or megatron_sizes.list_layers(args) is None:
         return None
     if not args.get("swiglu") or not mixture(args, names):
         return None
     latent = bool(args.get("multi_latent_attention"))
-    variant = args.get("experimental_attention_variant")
-    if variant == megatron_sizes.DELTA_NET or args.get("attention_output_gate"):
-        # The table has norms less 1, and heads with gates.
-        fits = bool(args.get("apply_layernorm_1p")) and bool(args.get("attention_output_gate"))
-        has_pattern = variant is None or bool(megatron_sizes.list_delta_layers(args))
-        return megatron_mixed.DELTA if fits and has_pattern and not latent else None
     # Latents without norms (no qk_layernorm) are another model.
     if latent and not any(name.endswith(_LATENT_NORMS) for name in names):
         return None
     words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
     differs = _has_dense_layers(args) or any(args.get(word) for word in words)
     return megatron_mixed.NAME if differs or latent else None
+
+
+def find_lack_of_delta(args: Mapping[str, Any], names: Collection[str]) -> Lack | None:
+    """Find the first argument of a model with gated delta nets, or output gates, that their table rules out.
+
+    None for a model that the table describes, and for one that has neither.
+    """
+    if not megatron.is_delta(args):
+        return None
+    variant = args.get("experimental_attention_variant")
+    has_delta = variant == megatron_sizes.DELTA_NET or any(name.endswith(_DELTA_DECAY) for name in names)
+    layers, delta = megatron_sizes.list_layers(args), megatron_sizes.list_delta_layers(args)
+    one_for_each = "one number for each of num_layers"
+    checks: list[tuple[str, str, bool]] = [
+        (
+            "experimental_attention_variant",
+            megatron_sizes.DELTA_NET,
+            variant == (megatron_sizes.DELTA_NET if has_delta else None),
+        ),
+        ("attention_output_gate", "True", bool(args.get("attention_output_gate"))),
+        ("apply_layernorm_1p", "True", bool(args.get("apply_layernorm_1p"))),
+        ("swiglu", "True", bool(args.get("swiglu"))),
+        ("num_experts", "a number of experts", mixture(args, names)),
+        ("multi_latent_attention", "False", not args.get("multi_latent_attention")),
+        ("moe_layer_freq", one_for_each, layers is not None),
+        ("linear_attention_freq", one_for_each, variant is None or bool(delta)),
+        *((word, "None", not args.get(word)) for word in _UNREAD),
+    ]
+    return next(
+        (Lack(key, expected, str(args.get(key))[:80]) for key, expected, fits in checks if not fits), None
+    )
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:

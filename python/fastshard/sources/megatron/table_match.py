@@ -73,6 +73,8 @@ def unnamed(
         facts: facts of the model.
         args: the run's arguments.
     """
+    if (lack := arguments.find_lack_of_delta(args, shapes)) is not None:
+        return lack
     for name in shapes:
         if table.rule_of(name) is None:
             return Lack("tensor", "one that Llama or Mixtral has", name)
