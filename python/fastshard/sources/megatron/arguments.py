@@ -168,9 +168,12 @@ def find_lack_of_delta(args: Mapping[str, Any], names: Collection[str]) -> Lack 
         ("linear_attention_freq", one_for_each, variant is None or bool(delta)),
         *((word, "None", not args.get(word)) for word in _UNREAD),
     ]
-    return next(
-        (Lack(key, expected, str(args.get(key))[:80]) for key, expected, fits in checks if not fits), None
-    )
+    found = next(((key, expected) for key, expected, fits in checks if not fits), None)
+    if found is None:
+        return None
+    if not has_delta:
+        return Lack("attention_output_gate", "False", "True")
+    return Lack(*found, str(args.get(found[0]))[:80])
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
