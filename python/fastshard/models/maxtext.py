@@ -96,7 +96,7 @@ class DecoderBlock:
         return (named or list(self.names))[0]
 
 
-_MIXTURE = replace(LLAMA, families=("mixtral", "qwen_moe"), experts=True)
+_MIXTURE = replace(LLAMA, families=("mixtral", "qwen_moe", "qwen2_moe"), experts=True)
 #: The blocks that have a table. Of a mixture the weights of the best experts always add up to 1: MaxText
 #: takes the softmax over the best alone, so norm_topk_prob changes nothing.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
