@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastshard import FastshardError
 from fastshard.layouts.declaration import Evidence
-from fastshard.models import gpt_neox, huggingface, maxtext, megatron
+from fastshard.models import gpt_neox, huggingface, maxtext, megatron, megatron_config
 from fastshard.models.model import Attention, Block, Experts, Model, Rope, change_layers
 
 AXES = {"V": 512, "H": 64, "F": 96, "L": 2, "g": 2, "r": 2, "d": 16, "E": 4}
@@ -226,3 +226,10 @@ def test_classes_of_transformers_are_the_plainest_that_compute_the_model() -> No
     ):
         with pytest.raises(FastshardError):
             kind(**lacking)
+
+
+@pytest.mark.parametrize("family", [{"num_experts": 4}, {"n_routed_experts": 4, "kv_lora_rank": 8}])
+def test_no_list_is_made_of_layers_that_no_model_has(family: dict[str, int]) -> None:
+    config = {"num_hidden_layers": 10**12, "mlp_only_layers": [1], "first_k_dense_replace": 1} | family
+    settings, _ = megatron_config.read_config_settings({"model_type": "any", **config})
+    assert settings["num_layers"] == 10**12 and "moe_layer_freq" not in settings

@@ -9,7 +9,7 @@ from ..common.config_text import shown
 from ..layouts import tables
 from .megatron import OF_CONFIG, SETTINGS, UNTIED
 from .megatron_mixtures import YARN
-from .megatron_sizes import DELTA_VALUES, OF_DELTA
+from .megatron_sizes import DELTA_VALUES, MOST_LAYERS, OF_DELTA
 from .model import Lack
 from .overridden_settings import is_config_json, read_settings
 
@@ -77,6 +77,12 @@ _OF_QWEN = {key: key for key in (*OF_DELTA.values(), DELTA_VALUES)} | {
 }
 
 
+def _count_layers(settings: Mapping[str, Any]) -> int | None:
+    """Return the number of layers that a config states; None for one that no list of layers can have."""
+    layers = settings.get("num_hidden_layers")
+    return layers if isinstance(layers, int) and layers <= MOST_LAYERS else None
+
+
 def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings of a mixture of experts that its config.json states, as arguments.
 
@@ -87,7 +93,7 @@ def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, An
     found = {to: config[key] for key, to in _OF_QWEN.items() if config.get(key) is not None}
     if isinstance(normalised := config.get("norm_topk_prob"), bool):
         found["moe_router_pre_softmax"] = not normalised
-    layers, types = settings.get("num_hidden_layers"), config.get("layer_types")
+    layers, types = _count_layers(settings), config.get("layer_types")
     if isinstance(types, list) and "linear_attention" in types:
         found["linear_attention_freq"] = [int(one == "linear_attention") for one in types]
     elif (
@@ -142,7 +148,7 @@ def _read_config_of_latent(
         for key, value in _FIXED_OF_DEEPSEEK.items()
         if config.get(key) not in (None, value)
     ]
-    layers, dense = settings.get("num_hidden_layers"), config.get("first_k_dense_replace")
+    layers, dense = _count_layers(settings), config.get("first_k_dense_replace")
     if isinstance(layers, int) and isinstance(dense, int) and 0 <= dense <= layers:
         found["moe_layer_freq"] = [0] * dense + [1] * (layers - dense)
     shared, expert = config.get("n_shared_experts"), settings.get("expert_size")

@@ -51,11 +51,11 @@ def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """Return the arguments of gated delta nets, and of attention with an output gate."""
     if not model.delta_layers:
         return {"attention_output_gate": True}
-    layers = range(axes.get("L in main", axes["L"]))
+    layers, delta = range(axes.get("L in main", axes["L"])), set(model.delta_layers)
     return {
         "attention_output_gate": True,
         "experimental_attention_variant": DELTA_NET,
-        "linear_attention_freq": [int(layer in model.delta_layers) for layer in layers],
+        "linear_attention_freq": [int(layer in delta) for layer in layers],
         **{argument: axes[axis] for axis, argument in OF_DELTA.items()},
         DELTA_VALUES: axes["k"] * axes["u"],
     }

@@ -40,7 +40,7 @@ def count_further_layers(args: Mapping[str, Any]) -> int:
 
 
 #: No model has more layers: a number beyond is not counted through.
-_MOST_LAYERS = 1 << 18
+MOST_LAYERS = 1 << 18
 
 
 def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
@@ -54,7 +54,7 @@ def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
     """
     layers, every = size(args, "num_layers"), args.get("moe_layer_freq")
     every = 1 if every is None else every
-    if layers is None or layers > _MOST_LAYERS:
+    if layers is None or layers > MOST_LAYERS:
         return None
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         pattern = [int(layer % every == 0) for layer in range(layers)]
@@ -75,7 +75,7 @@ def list_delta_layers(args: Mapping[str, Any]) -> list[int]:
         FastshardError: ``FS211`` for a number of layers that is not one.
     """
     layers, every = size(args, "num_layers"), args.get("linear_attention_freq")
-    if args.get("experimental_attention_variant") != DELTA_NET or layers is None or layers > _MOST_LAYERS:
+    if args.get("experimental_attention_variant") != DELTA_NET or layers is None or layers > MOST_LAYERS:
         return []
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return [layer for layer in range(layers) if (layer + 1) % every]
