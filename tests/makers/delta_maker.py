@@ -1,5 +1,5 @@
-"""Tiny models of Qwen3-Next's kind, by transformers: gated delta nets in most layers, attention with an
-output gate in the others, a mixture of experts with a gated shared expert."""
+"""Tiny models with gated delta nets in most layers and attention with an output gate in the others, by
+transformers: Qwen3-Next, and Qwen3.5 with an MLP or a mixture of experts in each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 State = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -30,12 +37,27 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
+#: Classes and their configs, by the model type.
+KINDS = {
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
+    "qwen3_5_text": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
+    "qwen3_5_moe_text": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
+}
+#: Sizes that a model without experts has not.
+_OF_EXPERTS = (
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+)
 
 
-def model(seed: int = 0, **changes: Any) -> Any:
+def model(seed: int = 0, kind: str = "qwen3_next", **changes: Any) -> Any:
     """A tiny model whose router tells the experts apart."""
     torch.manual_seed(seed)
-    network = Qwen3NextForCausalLM(Qwen3NextConfig(**(SIZES | changes)))
+    of, config = KINDS[kind]
+    sizes = SIZES if kind != "qwen3_5_text" else {k: v for k, v in SIZES.items() if k not in _OF_EXPERTS}
+    network = of(config(**(sizes | changes)))
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             # Larger matrices make a model in which rounding grows to 1e-2 in the logits.
@@ -47,7 +69,7 @@ def model(seed: int = 0, **changes: Any) -> Any:
 
 
 def save_with_further_layer(folder: Path, **changes: Any) -> State:
-    """Saves a model with the layer that predicts a further token, as Qwen3-Next's own files hold it.
+    """Saves a model with the layer that predicts a further token, as the family's own files hold it.
 
     transformers has no such layer; its block is that of a layer with attention.
     source: Qwen/Qwen3-Next-80B-A3B-Instruct model.safetensors.index.json

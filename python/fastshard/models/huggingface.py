@@ -23,6 +23,8 @@ from .unsupported import Says
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 _ACTIVATIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "mish", "sigmoid", "linear", "tanh"})
+#: Keys of the text model's config in that of a model with towers.
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
 #: Keys for the share of a head that is rotated.
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 #: What messages call the fields.
@@ -88,6 +90,9 @@ def class_of(model: Model, help: str | None = None) -> ModelClass:
     written = [of for of in tables.classes().values() if of.order is not None]
     mixed = model.experts is not None
     near = [of for of in written if of.experts == mixed and (mixed or of.family == model.family)]
+    # Not those that are only read, and no model's parts (text_config).
+    if required := [of for of in written if of.model_type == model.required_class]:
+        near = required
     if not near:
         unsupported.refuse("transformers", map(_says, written), model)
     # The class that its source names, if that will do, else the plainest.
@@ -108,13 +113,13 @@ def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
     """Return the facts of the class's layout table."""
     qkv, out, mlp, _ = model.biases
     facts = {"tied": model.tied, "head": not model.tied, "attention_bias": qkv}
-    facts["further"] = model.further_layers > 0
+    facts |= {"further": model.further_layers > 0, "has_experts": model.experts is not None}
     facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.attention.qk_norm}
     if of.latent:
         facts["q_lora"] = model.attention.latent_queries
     if model.experts is not None:
-        shared = {"shared_experts": model.experts.shared, "shared_expert": model.experts.shared_gate}
-        facts |= {"stacked_experts": False, **shared}
+        facts |= {"stacked_experts": False, "stacked_further_experts": False}
+        facts |= {"shared_experts": model.experts.shared, "shared_expert": model.experts.shared_gate}
     return facts
 
 
@@ -270,6 +275,12 @@ class HuggingFace:
             FastshardError: ``FS211`` for an invalid value.
         """
         kind, classes = str(values.get("model_type")), {**tables.classes(), **evidence.classes}
+        family = evidence.family
+        if kind not in classes and (text := find_text_config(values)) is not None:
+            # A model of text beside towers: other frameworks have the former.
+            of_text = classes.get(str(text.get("model_type")))
+            if of_text is not None:
+                kind, values, family = of_text.model_type, text, of_text.layout.removeprefix("hf.")
         # Of a model type of which only the tensors are known, no other framework is told what it computes.
         strange = (
             []
@@ -291,7 +302,7 @@ class HuggingFace:
         return Model(
             framework=self.name,
             # Experts meet in no layout of others that is of the table's family.
-            family=of.family if of.model_type == kind and not of.experts else evidence.family,
+            family=of.family if of.model_type == kind and not of.experts else family,
             norm=of.norm,
             norm_bias=of.norm_bias,
             eps=positive_number(settings, eps, 1e-6),
@@ -308,6 +319,14 @@ class HuggingFace:
             words=_WORDS | {"eps": eps},
             config=values,
         )
+
+
+def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the text model's config in that of a model with towers; None where there is none."""
+    text = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
+    if text is None:
+        return None
+    return {**{key: value for key, value in config.items() if not isinstance(value, (Mapping, list))}, **text}
 
 
 def _layers_of(name: str, evidence: Evidence) -> Sequence[int]:
@@ -332,7 +351,7 @@ def _blocks(
     attention = Attention(
         next(kind for kind in of.attentions if kind != "delta"),
         window=window,
-        qk_norm=facts.get("qk_norm", False),
+        qk_norm=facts.get("qk_norm", of.qk_norm),
         grouped=evidence.axes.get("r", 1) > 1,
         latent_queries=of.latent and facts.get("q_lora", False),
         output_gate=of.output_gate,
@@ -359,6 +378,8 @@ def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool
 def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> Experts | None:
     if not of.experts or evidence.axes.get("E") == 0:
         return None
+    # A class whose tables have no fact for it has it always.
+    shared_gate = evidence.facts.get("shared_expert", of.having("shared_expert_intermediate_size"))
     normalised = not of.having("norm_topk_prob") or bool(config.get("norm_topk_prob"))
     groups, best_groups = (
         whole_number(config, key, 1) if of.having(key) else 1 for key in ("n_group", "topk_group")
@@ -376,8 +397,8 @@ def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> E
         scale=positive_number(config, "routed_scaling_factor", 1.0)
         if of.having("routed_scaling_factor")
         else 1.0,
-        shared=any(evidence.facts.get(fact, False) for fact in ("shared_expert", "shared_experts")),
-        shared_gate=evidence.facts.get("shared_expert", False),
+        shared=shared_gate or evidence.facts.get("shared_experts", False),
+        shared_gate=shared_gate,
     )
 
 

@@ -207,13 +207,23 @@ MIXTRAL = replace(
 QWEN3_NEXT = replace(
     MIXTRAL,
     kind="Qwen3-Next",
-    families=("qwen3_next",),
+    families=("qwen3_next", "qwen3_5"),
     window=False,
     attentions=("heads", "delta"),
     output_gate=(True,),
     further_layers=True,
 )
-#: The same with attention over a latent. Only softmax has weights that do not add up to 1.
+#: The same with an MLP in every layer.
+QWEN3_5 = replace(
+    LLAMA,
+    kind="Qwen3.5",
+    window=False,
+    biases=_ATTENTION_BIASES,
+    attentions=("heads", "delta"),
+    output_gate=(True,),
+    further_layers=True,
+)
+#: A mixture with attention over a latent. Only softmax has weights that do not add up to 1.
 #: source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
 DEEPSEEK = replace(
     MIXTRAL,
@@ -323,9 +333,9 @@ class Megatron:
         refuse(model)
         model.settled("parallel", "activation")
         qkv, linear, *_ = model.biases
-        positions = model.max_positions or 2048
+        positions, layers = model.max_positions or 2048, axes.get("L in main", axes["L"])
         out: dict[str, Any] = {
-            "num_layers": axes.get("L in main", axes["L"]),
+            "num_layers": layers,
             "hidden_size": axes["H"],
             "ffn_hidden_size": axes["F"] if "F" in axes else axes["M"],
             **(write_latent(model, axes) if is_latent(model) else _write_heads(model, axes)),
@@ -342,6 +352,7 @@ class Megatron:
             "rotary_base": int(model.rope.base or 10000),
             "rotary_percent": model.rope.share,
             "rotary_interleaved": False,
+            "mtp_num_layers": axes["L"] - layers or None,
             "hidden_dropout": 0.0,
             "attention_dropout": (model.config or {}).get("attention_dropout", 0.0),
             "tokenizer_type": "HuggingFaceTokenizer",
@@ -381,7 +392,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    kinds = [LLAMA, MIXTRAL, DEEPSEEK, QWEN3_NEXT]
+    kinds = [LLAMA, MIXTRAL, DEEPSEEK, QWEN3_NEXT, QWEN3_5]
     unsupported.refuse("Megatron-LM", kinds, model)
     lacking = [*list_lacks_of_mixture(model), *list_lacks_of_yarn(model.rope)]
     if lacking := [*lacking, *list_lacks_of_further_layers(model)]:

@@ -49,9 +49,12 @@ YARN: dict[str, tuple[str, float | None]] = {
 
 def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """Return the arguments of gated delta nets, and of attention with an output gate."""
-    if not model.delta_layers:
-        return {"attention_output_gate": True}
     layers, delta = range(axes.get("L in main", axes["L"])), set(model.delta_layers)
+    if not delta and model.experts is not None:
+        return {"attention_output_gate": True}
+    if not delta:
+        # A list says that layers are numbered and not stacked: a mixture has one of its own.
+        return {"attention_output_gate": True, "linear_attention_freq": [0 for _ in layers]}
     return {
         "attention_output_gate": True,
         "experimental_attention_variant": DELTA_NET,
@@ -120,7 +123,6 @@ def write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> di
         "moe_router_group_topk": experts.best_groups if experts.groups > 1 else None,
         "moe_shared_expert_intermediate_size": axes["S"] if experts.shared else None,
         "moe_shared_expert_gate": experts.shared_gate,
-        "mtp_num_layers": axes["L"] - layers or None,
     }
     if experts.scores == "sigmoid":
         # transformers scores in float32.

@@ -8,6 +8,10 @@ from typing import Any
 from . import config_fields
 from .config_fields import refused
 
+#: Tables of models whose layers differ: with heads or latents, and with gated delta nets in some layers.
+MIXED_TABLE, DELTA_TABLE = "megatron.mixed", "megatron.delta"
+MIXED_TABLES = (MIXED_TABLE, DELTA_TABLE)
+
 LABEL = "args."
 #: Sizes of gated delta nets, by the axes of their table. source: transformer_config.py
 OF_DELTA = {

@@ -158,6 +158,8 @@ class Model:
     tokens: Mapping[str, int] = field(default_factory=dict)
     #: The class of transformers that is meant where several compute the same.
     kin: str | None = None
+    #: The class of transformers that the user requires.
+    required_class: str | None = None
     #: What is computed besides, which no other framework has words for.
     others: tuple[Lack, ...] = ()
     #: What the source calls its fields.

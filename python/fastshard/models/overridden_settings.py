@@ -11,7 +11,7 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..layouts import tables
 from .config_fields import count
-from .huggingface import find_windows, rope_of
+from .huggingface import TEXT_PARTS, find_windows, rope_of
 
 #: Settings by one name each, and what config.json calls them; the first is its own name for most classes.
 _NAMES = {
@@ -173,6 +173,6 @@ def _short(value: Any) -> str:
 
 def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield "", config
-    for key in ("text_config", "llm_config", "language_config"):
+    for key in TEXT_PARTS:
         if isinstance(part := config.get(key), Mapping):
             yield f"{key}.", part

@@ -18,9 +18,9 @@ from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, replace
 from ..common.target_options import EP, ETP, MULTIPLE, PP, TP
 from ..common.topology import Topology
-from ..layouts import megatron_mixed
 from ..layouts.declaration import Source
 from ..models import megatron, megatron_mixtures
+from ..models.megatron_sizes import DELTA_TABLE, MIXED_TABLE, MIXED_TABLES
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, Drafted, TrainerTarget, positive
 from .dcp import Records
@@ -139,14 +139,14 @@ class MegatronTarget(TrainerTarget):
         is_local = name.endswith("-local") or args.get("transformer_impl") == "local"
         # Rank files of grouped experts have other names. source: Megatron-LM arguments.py, --moe-grouped-gemm
         grouped = not is_chunked and not is_local and bool(args.get("moe_grouped_gemm"))
-        facts |= {"experts_sequential": not grouped, "experts_grouped": grouped}
+        facts |= {"experts_sequential": facts["moe"] and not grouped, "experts_grouped": grouped}
         facts |= {"experts_flat": False, "experts_stacked": False}
         layout = "megatron.legacy"
         if model is None:
-            layout = str(source.binding.layout) if source.binding.layout in megatron_mixed.NAMES else layout
+            layout = str(source.binding.layout) if source.binding.layout in MIXED_TABLES else layout
         elif megatron_mixtures.is_mixed(model):
-            layout = megatron_mixed.DELTA if megatron_mixtures.has_delta_table(model) else megatron_mixed.NAME
-        if is_local and layout == megatron_mixed.DELTA:
+            layout = DELTA_TABLE if megatron_mixtures.has_delta_table(model) else MIXED_TABLE
+        if is_local and layout == DELTA_TABLE:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
                 f"{name} cannot be written: Megatron-LM builds gated delta nets with Transformer Engine only",
@@ -184,8 +184,6 @@ class MegatronTarget(TrainerTarget):
     def form(self) -> Form:
         """Return the form of the result."""
         form = replace(super().form(), chunks=self.is_chunked)
-        if self.layout in megatron_mixed.NAMES:
-            form = replace(form, table=megatron_mixed.table(self.layout))
         if not self.is_mixture:
             return form
         topology = self.topology
@@ -227,7 +225,7 @@ class MegatronTarget(TrainerTarget):
         texts = {}
         if self.is_chunked:
             # source: transformer_config.py, transformer_block.py (non_homogeneous_layers)
-            is_stacked = args.get("moe_layer_freq") in (None, 1)
+            is_stacked = self.layout not in MIXED_TABLES and args.get("moe_layer_freq") in (None, 1)
             files = self._chunks(bound, folder, common, is_stacked=is_stacked)
             texts[f"{folder}/metadata.json"] = json.dumps(_BACKEND)
         else:

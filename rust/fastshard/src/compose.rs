@@ -356,6 +356,7 @@ impl Composed {
     fn account(&mut self, source: &Source, ranks: &TargetRanks, mut ledger: Ledger) {
         // Where something is missing already, what is left over is only its echo.
         let judge = self.is_sound(source);
+        let mut left_out = Vec::new();
         for (i, instance) in source.resolved.instances.iter().enumerate() {
             let stored = &source.stored[instance.tensor as usize];
             for (b, source_box) in instance.boxes.iter().enumerate() {
@@ -364,6 +365,11 @@ impl Composed {
                 let taken: u64 = parts.into_iter().flatten().map(|(lo, hi)| volume(lo, hi)).sum();
                 // What is left out by name has no place, as was asked.
                 if taken < whole && judge && (ranks.target.wanted)(&stored.name) {
+                    let is_generic = source.table.entries[instance.entry as usize].generic;
+                    if is_generic && source.table.keeps(&stored.name) {
+                        left_out.push(&*stored.name);
+                        continue;
+                    }
                     let unit = &source.units[instance.unit as usize];
                     self.findings.push(no_place(&ranks.table.name, whole - taken, &stored.name, unit));
                 }
@@ -372,6 +378,7 @@ impl Composed {
                 }
             }
         }
+        self.findings.extend(source.table.find_left_out(&left_out, &ranks.table.name));
         ledger.copies.sort_unstable();
         ledger.copies.dedup();
         self.copies = ledger.copies;

@@ -16,7 +16,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.ranks import rank_range
 from ...common.regex import compile_when_used
-from ...layouts import megatron_mixed, tables
+from ...layouts import tables
 from ...layouts.declaration import Assembled, Binding, Source, Unit
 from ...models import megatron, megatron_sizes
 from ...models.model import Lack
@@ -144,7 +144,7 @@ class Megatron:
         if grid.is_mixture:
             _refuse_experts(found, grid)
             _check_experts(args, grid, found.files[0].path)
-        arguments.describe(source, args, names, lacking)
+        arguments.describe(source, args, names, lacking, arguments.find_required_class(options))
         self._units(grid, models, _experts_of_rank(args, grid, names), source)
         if source.binding.facts["experts_flat"]:
             _flat_experts(grid, contents, source)
@@ -294,8 +294,8 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) 
     """Find a part of the model, or of its division among ranks, for which the table has no rule."""
     if (lack := arguments.find_lack_of_delta(args, names)) is not None:
         return lack
-    is_mixed = layout in megatron_mixed.NAMES
-    table = megatron_mixed.table(layout) if is_mixed else tables.table(layout)
+    is_mixed = layout in megatron_sizes.MIXED_TABLES
+    table = tables.table(layout)
     strange = sorted(name for name in names if table.rule_of(name) is None)
     strange.sort(key=lambda name: name.endswith("_extra_state"))
     if strange:

@@ -13,9 +13,8 @@ from typing import Any
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
-from ...layouts import megatron_mixed
 from ...layouts.declaration import Description, Evidence, Source
-from ...models import config_json, megatron, megatron_config, megatron_sizes
+from ...models import config_json, huggingface, megatron, megatron_config, megatron_sizes
 from ...models.model import Lack, Model
 from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json
 from ...models.repeated_settings import find_repeated_spellings
@@ -56,7 +55,7 @@ def override(
     Raises:
         FastshardError: ``FS211`` for a config that states no setting of the model.
     """
-    config = options.override_config
+    config = _find_config_of_text(options)
     if config is None:
         return args, []
     settings, lacking = megatron_config.read_config_settings(config)
@@ -83,6 +82,14 @@ def override(
         # A config.json says by this name alone which norm the model has.
         settings.setdefault("normalization", args.get("normalization") or "RMSNorm")
     return {**args, **settings}, lacking
+
+
+def _find_config_of_text(options: Options) -> dict[str, Any] | None:
+    """Return what ``--config`` states of the text model: Megatron-LM holds no other part."""
+    config = options.override_config
+    if config is None or not is_config_json(config):
+        return config
+    return huggingface.find_text_config(config) or config
 
 
 def _contradict_tie(file: str | None) -> Finding:
@@ -128,7 +135,7 @@ def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | N
     None for a model whose layers are alike, and one that no such table describes.
     """
     if megatron.is_delta(args):
-        return megatron_mixed.DELTA if find_lack_of_delta(args, names) is None else None
+        return megatron_sizes.DELTA_TABLE if find_lack_of_delta(args, names) is None else None
     if any(args.get(word) for word in _UNREAD) or megatron_sizes.list_layers(args) is None:
         return None
     if not args.get("swiglu") or not mixture(args, names):
@@ -139,7 +146,7 @@ def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | N
         return None
     words = ("moe_shared_expert_intermediate_size", "mtp_num_layers")
     differs = _has_dense_layers(args) or any(args.get(word) for word in words)
-    return megatron_mixed.NAME if differs or latent else None
+    return megatron_sizes.MIXED_TABLE if differs or latent else None
 
 
 def find_lack_of_delta(args: Mapping[str, Any], names: Collection[str]) -> Lack | None:
@@ -162,7 +169,6 @@ def find_lack_of_delta(args: Mapping[str, Any], names: Collection[str]) -> Lack 
         ("attention_output_gate", "True", bool(args.get("attention_output_gate"))),
         ("apply_layernorm_1p", "True", bool(args.get("apply_layernorm_1p"))),
         ("swiglu", "True", bool(args.get("swiglu"))),
-        ("num_experts", "a number of experts", mixture(args, names)),
         ("multi_latent_attention", "False", not args.get("multi_latent_attention")),
         ("moe_layer_freq", one_for_each, layers is not None),
         ("linear_attention_freq", one_for_each, variant is None or bool(delta)),
@@ -206,25 +212,42 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 def _find_family(layout: str | None, *, moe: bool, latent: bool) -> str:
     """Return the family of models whose hub the tensors meet."""
-    if layout == megatron_mixed.DELTA:
-        return "qwen3_next"
+    if layout == megatron_sizes.DELTA_TABLE:
+        return "qwen3_next" if moe else "llama"
     return "deepseek_v3" if latent else "mixtral" if moe else "llama"
 
 
 @dataclass(frozen=True)
-class Unnamed:
-    """Megatron-LM's dialect for models beyond its tables; reading one reports the uncovered setting."""
+class BeyondArguments:
+    """Megatron-LM's dialect for models of which more is known than arguments state."""
 
-    lack: Lack
+    #: The first feature for which the tables have no names.
+    lack: Lack | None = None
+    #: transformers' class that ``--config`` names.
+    model_type: str | None = None
     name: str = megatron.DIALECT.name
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model that the arguments describe, plus the setting that no other framework has."""
+        """Return the model that the arguments describe, with the feature and the class."""
         model = megatron.DIALECT.read(values, evidence)
-        return replace(model, others=(*model.others, self.lack))
+        others = model.others if self.lack is None else (*model.others, self.lack)
+        return replace(model, others=others, required_class=self.model_type)
 
 
-def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Sequence[Lack] = ()) -> None:
+def find_required_class(options: Options) -> str | None:
+    """Return the ``model_type`` that ``--config`` states; None if it states none."""
+    config = _find_config_of_text(options) or {}
+    model_type = config.get("model_type") if is_config_json(config) else None
+    return model_type if isinstance(model_type, str) else None
+
+
+def describe(
+    source: Source,
+    args: dict[str, Any],
+    names: set[str],
+    lacking: Sequence[Lack] = (),
+    required_class: str | None = None,
+) -> None:
     """Set axes and facts of the declaration: sizes from the arguments, facts from names.
 
     Sizes are checked against the tensors.
@@ -234,15 +257,16 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         args: the run's arguments.
         names: names of the tensors.
         lacking: properties of the model that no argument states.
+        required_class: transformers' class that ``--config`` names.
     """
     layout = source.binding.layout
-    moe, mixed = mixture(args, names), layout in megatron_mixed.NAMES
+    moe, mixed = mixture(args, names), layout in megatron_sizes.MIXED_TABLES
     latent = mixed and bool(args.get("multi_latent_attention"))
     source.binding.axes = megatron_sizes.axes_of_mixed(args) if mixed else megatron_sizes.axes_of(args, moe)
     source.model = Description(
         _find_family(layout, moe=moe, latent=latent),
         dict(args),
-        dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
+        dialect=BeyondArguments(next(iter(lacking), None), required_class),
     )
     degrees = {dimension: megatron_sizes.size(args, key) for dimension, key in _DEGREES.items()}
     source.binding.other_degrees = {
@@ -285,8 +309,9 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         "split_delta": any(name.rpartition(".")[0].endswith(_DELTA_PARTS) for name in names),
     }
     if mixed and layout is not None:
-        source.binding.table = megatron_mixed.table(layout)
         experts, dense = megatron_sizes.list_layers(args) or ([], [])
+        if not moe:
+            experts, dense = [], sorted([*experts, *dense])
         # By the names of all tables that such a model is led to.
         main = sorted([*experts, *dense])
         further = list(range(len(main), len(main) + megatron_sizes.count_further_layers(args)))
@@ -297,7 +322,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
             "dense": dense,
             "mtp": further,
         }
-        if layout == megatron_mixed.DELTA:
+        if layout == megatron_sizes.DELTA_TABLE:
             delta = megatron_sizes.list_delta_layers(args)
             heads = [layer for layer in main if layer not in delta]
             sets |= {"delta": delta, "main_full": heads, "full": [*heads, *further]}

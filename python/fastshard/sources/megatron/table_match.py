@@ -9,7 +9,7 @@ from typing import Any
 from ..._core import Rule, Table
 from ...common.records import replace
 from ...common.regex import compile_when_used
-from ...layouts import megatron_mixed
+from ...layouts import tables
 from ...layouts.declaration import Source
 from ...models import megatron_sizes
 from ...models.model import Lack
@@ -53,7 +53,7 @@ def find_mixed_table(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -
     name = arguments.find_mixed_table(args, shapes)
     if name is None:
         return None
-    table = megatron_mixed.table(name)
+    table = tables.table(name)
     return name if all(table.rule_of(tensor) is not None for tensor in shapes) else None
 
 
@@ -78,7 +78,7 @@ def unnamed(
     for name in shapes:
         if table.rule_of(name) is None:
             return Lack("tensor", "one that Llama or Mixtral has", name)
-    if table.name in megatron_mixed.NAMES:
+    if table.name in megatron_sizes.MIXED_TABLES:
         # The sets of layers state which tensors each has.
         return None
     layers: dict[str | None, set[str]] = {}
@@ -142,7 +142,7 @@ def leave_unnamed(
     """
     source.binding.layout, source.binding.pass_unknown, source.binding.axes = None, True, {}
     source.binding.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
-    source.model = replace(source.model, dialect=arguments.Unnamed(lack))
+    source.model = replace(source.model, dialect=arguments.BeyondArguments(lack))
 
 
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:

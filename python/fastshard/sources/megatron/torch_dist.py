@@ -76,7 +76,8 @@ class TorchDist:
         args, lacking = arguments.override(source, args, options, file)
         if is_numbered and (mixed := table_match.find_mixed_table(shapes, args)) is not None:
             source.binding.layout = mixed
-        arguments.describe(source, args, names, [*unstated, *lacking])
+        required_class = arguments.find_required_class(options)
+        arguments.describe(source, args, names, [*unstated, *lacking], required_class)
         # What is stored is all that there is: no arguments call for more.
         source.binding.facts["output_layer"] = "output_layer.weight" in names
         if "gated" not in source.binding.facts and (gated := _gated(shapes)) is not None:

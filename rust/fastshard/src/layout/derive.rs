@@ -40,6 +40,7 @@ impl Entry {
             is_moment: false,
             class: String::new(),
             generic: false,
+            is_repeated: false,
         }
     }
 

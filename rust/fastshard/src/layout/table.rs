@@ -5,6 +5,7 @@ mod configure;
 mod inherit;
 mod parse;
 mod prefixes;
+mod repeats;
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -13,6 +14,7 @@ use super::expr::{self, Derived, Extents, Factor, Shape};
 use super::names::Pattern;
 use crate::codes;
 use crate::error::{Error, Finding};
+pub use repeats::Repeat;
 
 /// Facts about a model that decide which rules hold, e.g. `tied`, `gpt_j_residual`.
 pub type Facts = BTreeMap<String, bool>;
@@ -49,6 +51,12 @@ impl Condition {
             terms.push((name.to_string(), value));
         }
         Ok(Condition { terms })
+    }
+
+    /// This condition and another.
+    fn and(mut self, other: &Condition) -> Condition {
+        self.terms.extend(other.terms.iter().cloned());
+        self
     }
 
     /// Facts that must hold.
@@ -150,6 +158,8 @@ pub struct Entry {
     pub class: String,
     /// True for pass-through entries made for tensors that no rule names.
     pub generic: bool,
+    /// True for a rule that `[[repeat]]` makes of another: a table that extends this one makes its own.
+    pub is_repeated: bool,
 }
 
 impl Entry {
@@ -199,6 +209,8 @@ pub struct Table {
     pub divided: HashSet<String>,
     /// Stored tensors.
     pub entries: Vec<Entry>,
+    /// Names below which rules hold again.
+    pub repeats: Vec<Repeat>,
     /// Canonical tensors that may be the same.
     pub tied: Vec<Tied>,
     /// What it says of configs.
@@ -239,6 +251,7 @@ impl Table {
             shards: BTreeMap::from([(String::new(), ShardMap::new())]),
             divided: HashSet::new(),
             entries: Vec::new(),
+            repeats: Vec::new(),
             tied: Vec::new(),
             config: Config::default(),
             prefix: None,

@@ -29,6 +29,7 @@ pub(super) fn inherited(
     let mut table = base.clone();
     table.config.model_types.clear();
     table.config.when = None;
+    table.entries.retain(|entry| !entry.is_repeated);
     for text in drop {
         let pattern = glob::Pattern::new(text).map_err(|e| fail(format!("drop {text:?}: {e}")))?;
         // A rule may be named by two of the globs, so each looks at all that is inherited.
@@ -54,12 +55,13 @@ impl Table {
     /// Refuses rules of its own (those from `inherited` on) for what is inherited and was not dropped.
     pub(super) fn check_redeclared(&self, inherited: usize) -> Result<()> {
         let (old, new) = self.entries.split_at(inherited);
+        let own = new.iter().filter(|entry| !entry.is_repeated);
         let names: BTreeSet<&str> = old.iter().map(|entry| entry.name.text()).collect();
         let mut tensors: BTreeMap<String, &Entry> = BTreeMap::new();
         for entry in old.iter().filter(|_| !new.is_empty()) {
             tensors.extend(self.canonical_names(entry).into_iter().map(|name| (name, entry)));
         }
-        for entry in new {
+        for entry in own {
             let again =
                 self.canonical_names(entry).into_iter().find_map(|name| Some((tensors.get(&name)?, name)));
             let (canonical, by) = match again {

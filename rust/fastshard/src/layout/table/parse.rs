@@ -6,7 +6,8 @@ use serde::Deserialize;
 
 use super::configure::{RawConfig, RawSet};
 use super::{
-    alias, bad, bad_rule, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied,
+    alias, bad, bad_rule, inherit, stored_axis, stored_name, Condition, Entry, Repeat, Scale, ShardMap,
+    Table, Tied,
 };
 use crate::error::Result;
 use crate::layout::expr::{self, Derived, Extents, Factor, Shape};
@@ -107,6 +108,8 @@ struct RawTable {
     #[serde(default)]
     tensor: Vec<RawEntry>,
     #[serde(default)]
+    repeat: Vec<Repeat>,
+    #[serde(default)]
     tied: Vec<RawTied>,
     config: Option<RawConfig>,
     #[serde(default)]
@@ -190,7 +193,9 @@ impl Table {
             table.tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
         }
         table.check_axes().map_err(fail)?;
+        table.take_repeats(raw.repeat);
         table.put_prefix(raw.prefix).map_err(fail)?;
+        table.repeat_rules().map_err(fail)?;
         let own = table.configure(raw.config, &raw.sets).map_err(fail)?;
         table.put_kept(&raw.keep).map_err(fail)?;
         table.leave_out(own);

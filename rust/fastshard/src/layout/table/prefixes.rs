@@ -1,6 +1,8 @@
 //! What goes with the names of a whole table: what precedes them, and what passes beside them.
 
 use super::{Entry, Table};
+use crate::codes;
+use crate::error::{Finding, Severity};
 use crate::layout::names::Pattern;
 
 /// The spellings of `(a|b)`, or the one of `a`.
@@ -31,17 +33,19 @@ impl Table {
         self.prefix = self.prefix.take().or_else(|| old.clone());
         let Some(prefix) = self.prefix.clone() else { return Ok(()) };
         let all = alternatives(&prefix).map_err(|e| format!("prefix {e}"))?;
+        let with_prefix = |text: &str| match old.as_ref().and_then(|old| text.strip_prefix(old.as_str())) {
+            Some(rest) => Some(format!("{prefix}{rest}")),
+            None => prefixed(text, &prefix, &all),
+        };
         let mut put = 0;
         for entry in &mut self.entries {
-            let text = entry.name.text();
-            let name = match old.as_ref().and_then(|old| text.strip_prefix(old.as_str())) {
-                Some(rest) => Some(format!("{prefix}{rest}")),
-                None => prefixed(text, &prefix, &all),
-            };
-            if let Some(name) = name {
+            if let Some(name) = with_prefix(entry.name.text()) {
                 entry.name = Pattern::parse(&name)?;
                 put += 1;
             }
+        }
+        for repeat in &mut self.repeats {
+            repeat.rename(&with_prefix);
         }
         match put > 0 || own.is_none() {
             true => Ok(()),
@@ -60,6 +64,26 @@ impl Table {
     /// True for a name that passes as it is where no rule has it.
     pub fn keeps(&self, name: &str) -> bool {
         self.keep.iter().any(|pattern| pattern.matches(name))
+    }
+
+    /// Says once for each glob of names that pass how many tensors of another target have no place.
+    pub fn find_left_out(&self, names: &[&str], layout: &str) -> Vec<Finding> {
+        let count = |pattern: &glob::Pattern| names.iter().filter(|name| pattern.matches(name)).count();
+        let counts =
+            self.keep.iter().map(|pattern| (pattern, count(pattern))).filter(|(_, count)| *count > 0);
+        counts
+            .map(|(pattern, count)| {
+                let are = if count == 1 { "tensor is" } else { "tensors are" };
+                let message = format!(
+                    "{pattern}: {count} {are} left out: the layout {layout} holds the text model alone"
+                );
+                let help = "after a conversion back to Hugging Face, take them from this checkpoint";
+                Finding::new(codes::IGNORED, message)
+                    .severity(Severity::Warning)
+                    .help(help)
+                    .run("fastshard merge TEXT_MODEL OUT --fill-from THIS_CHECKPOINT")
+            })
+            .collect()
     }
 
     /// The table with rules for tensors of another that pass by their names; none if there are none.

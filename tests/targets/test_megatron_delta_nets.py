@@ -1,0 +1,141 @@
+"""Qwen3.5 and 3.6 to Megatron-LM and back: gated delta nets, all layers with an MLP or all with experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import delta_maker
+import moe_maker
+import pytest
+import torch
+from helpers import cli, edit_safetensors, load_pt, read_result
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+KINDS = ["qwen3_5_text", "qwen3_5_moe_text"]
+
+
+def convert(source: Path, out: Path, form: str, *degrees: object) -> None:
+    ran = cli("convert", source, out, "--to", f"megatron:{form}", *degrees)
+    assert ran.code == 0, ran.out
+
+
+def to_hf(source: Path, out: Path, config: Path) -> dict[str, torch.Tensor]:
+    ran = cli("convert", source, out, "--to", "hf", "--vocab-size", 250, "--config", config)
+    assert ran.code == 0, ran.out
+    return read_result(out)
+
+
+def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert have.keys() == want.keys()
+    for name, tensor in want.items():
+        assert have[name].dtype == tensor.dtype and torch.equal(have[name], tensor), name
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("changes", "degrees"),
+    [
+        ({}, ("--tp", 2, "--pp", 2)),
+        ({"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3}, ("--tp", 4)),
+        ({"tie_word_embeddings": True, "linear_num_value_heads": 4}, ("--tp", 2, "--pp", 4)),
+        ({"layer_types": ["full_attention"] * 4}, ("--tp", 2)),
+    ],
+    ids=["plain", "types", "tied", "heads_alone"],
+)
+def test_they_come_back_with_their_logits(
+    changes: dict[str, Any], degrees: tuple[object, ...], kind: str, form: str, tmp_path: Path
+) -> None:
+    model = delta_maker.model(kind=kind, **changes)
+    model.save_pretrained(tmp_path / "hf")
+    degrees = (*degrees, "--ep", 2) if "moe" in kind else degrees
+    convert(tmp_path / "hf", tmp_path / "megatron", form, *degrees)
+    ran = cli("verify", tmp_path / "megatron")
+    assert ran.code == 0, ran.out
+    back = to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf/config.json")
+    same(back, load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert after.config.model_type == kind
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+def test_a_dense_model_is_known_without_a_config(tmp_path: Path) -> None:
+    delta_maker.model(kind="qwen3_5_text").save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", "--tp", 2)
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "back", "--to", "hf", "--vocab-size", 250)
+    assert ran.code == 0, ran.out
+    same(read_result(tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_that_predicts_a_further_token_comes_back(kind: str, form: str, tmp_path: Path) -> None:
+    want = delta_maker.save_with_further_layer(tmp_path / "hf", kind=kind)
+    assert any(name.startswith("mtp.layers.0.mlp.") for name in want)
+    convert(tmp_path / "hf", tmp_path / "megatron", form, "--tp", 2)
+    args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
+    assert (args.num_layers, args.mtp_num_layers, args.linear_attention_freq) == (4, 1, [1, 1, 1, 0])
+    same(to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf/config.json"), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "gone", ["mtp.fc.weight", "mtp.layers.0.self_attn.q_norm.weight", "mtp.layers.0.mlp."]
+)
+def test_a_part_of_that_layer_is_missed(gone: str, kind: str, tmp_path: Path) -> None:
+    state = delta_maker.save_with_further_layer(tmp_path / "hf", kind=kind)
+    name = next(name for name in state if name.startswith(gone))
+    edit_safetensors(tmp_path / "hf/model.safetensors", lambda tensors: tensors.pop(name))
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code != 0 and name in ran.out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("further", [False, True], ids=["apart", "further_stacked"])
+def test_stacked_experts_mean_the_same(further: bool, tmp_path: Path) -> None:
+    """The hub holds those of Qwen3.5 stacked but in the further layer, and all of 3.6."""
+    state = delta_maker.save_with_further_layer(tmp_path / "hf", kind="qwen3_5_moe_text")
+    convert(tmp_path / "hf", tmp_path / "want", "torch_dist", "--ep", 2)
+    layers = [f"model.layers.{n}." for n in range(4)] + (["mtp.layers.0."] if further else [])
+    for layer in layers:
+        of = f"{layer}mlp.experts."
+        part = {
+            kind: [state.pop(f"{of}{n}.{kind}_proj.weight") for n in range(8)]
+            for kind in ("gate", "up", "down")
+        }
+        pairs = zip(part["gate"], part["up"], strict=True)
+        state[f"{of}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        state[f"{of}down_proj"] = torch.stack(part["down"])
+    save_file(state, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "hf", tmp_path / "have", "torch_dist", "--ep", 2)
+    for file in (tmp_path / "want/release").iterdir():
+        assert file.read_bytes() == (tmp_path / "have/release" / file.name).read_bytes(), file.name
+
+
+def test_a_config_of_another_class_is_refused(tmp_path: Path) -> None:
+    """In Megatron's names two classes have the same tensors: the config decides, if its class has them."""
+    delta_maker.model(kind="qwen3_5_moe_text").save_pretrained(tmp_path / "hf")
+    delta_maker.model(kind="qwen3_5_text").save_pretrained(tmp_path / "dense")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", "--tp", 2)
+    own = json.loads((tmp_path / "hf/config.json").read_text())
+    for name, model_type, architecture in (
+        ("next", "qwen3_next", "Qwen3NextForCausalLM"),
+        ("own", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+        ("unknown", "qwen9", "Qwen3NextForCausalLM"),
+        ("dense", "qwen3_5_text", None),
+        ("llama", "llama", None),
+        ("moe", "qwen3_moe", None),
+    ):
+        config = tmp_path / f"{name}.json"
+        config.write_text(json.dumps(own | {"model_type": model_type}))
+        out = tmp_path / f"of_{name}"
+        ran = cli(
+            "convert", tmp_path / "megatron", out, "--to", "hf", "--vocab-size", 250, "--config", config
+        )
+        if architecture is None:
+            assert ran.code == 2 and ran.having("FS514"), (name, ran.out)
+            continue
+        assert ran.code == 0, (name, ran.out)
+        assert json.loads((out / "config.json").read_text())["architectures"] == [architecture]
