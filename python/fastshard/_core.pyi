@@ -459,11 +459,12 @@ class Catalog:
     def against(
         self,
         manifest: str | PathLike[str],
+        own_roots: int,
         options: RunOptions,
         progress: _Progress = None,
         checked: Plan | None = None,
     ) -> list[Finding]:
-        """Compares content with a manifest.
+        """Compares the content of the first `own_roots` roots with a manifest.
 
         What `checked` has read in `Plan.check` is not read again.
         """

@@ -267,3 +267,26 @@ def test_parts_are_made_from_another_folder(
         assert cli("make-part", part, tmp_path / "out", "--run", run).code == 0
     assert cli("commit", tmp_path / "out", "--run", run).code == 0
     assert content(tmp_path / "out").keys() == tensors("deepseek").keys() | further("deepseek").keys()
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["of_the_same_names", "of_other_names"])
+def test_files_of_the_model_are_not_those_of_the_manifest(
+    renamed: bool, mtp: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The manifest of a checkpoint says nothing of the files that parts are taken from."""
+    trained, original = mtp
+    assert cli("merge", trained, tmp_path / "published").code == 0
+    if renamed:
+        index = {
+            "metadata": {},
+            "weight_map": dict.fromkeys(content(original), "model-00001-of-00001.safetensors"),
+        }
+        (original / "model.safetensors").rename(original / "model-00001-of-00001.safetensors")
+        (original / "model.safetensors.index.json").write_text(json.dumps(index))
+    ran = cli("merge", tmp_path / "published", tmp_path / "out", "--fill-from", original)
+    assert ran.code == 0, ran.out
+    assert content(tmp_path / "out").keys() == content(original).keys()
+    file = next((tmp_path / "published").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    ran = cli("merge", tmp_path / "published", tmp_path / "bad", "--fill-from", original)
+    assert ran.code == 1 and ran.having("FS308") and not (tmp_path / "bad").exists(), ran.out

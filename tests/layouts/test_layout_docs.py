@@ -41,8 +41,16 @@ def test_the_first_table_is_one() -> None:
     assert table.shape(qkv, {"g": 2, "r": 3, "c": 4, "H": 16}) == [80, 16]
 
 
+def test_the_rules_that_hold_again_are_those_of_a_table() -> None:
+    have = layouts.table("hf.qwen3_next")
+    text = f"layout = 'a'\nfamily = 'llama'\nextends = 'hf.qwen3_next'\n{BLOCKS[1]}"
+    name = "mtp.layers.0.post_attention_layernorm.weight"
+    again = _core.Table(text, have).rule_of(name)
+    assert again is not None and again.dimensions == ["H"]
+
+
 def test_the_table_with_a_config_is_one() -> None:
-    table = _core.Table(BLOCKS[1], layouts.table("hf.llama"))
+    table = _core.Table(BLOCKS[2], layouts.table("hf.llama"))
     axes, facts, sets = table.describe(json.dumps(CONFIG), [])
     assert axes == {"V": 40, "P": 40, "H": 16, "L": 6, "F": 24, "M": 28, "E": 4, "d": 4, "g": 2, "r": 2}
     assert facts == {"tied": False, "head": True}
@@ -55,6 +63,6 @@ def test_the_table_with_a_config_is_one() -> None:
 
 
 def test_the_section_of_a_model_is_one() -> None:
-    table = _core.Table(BLOCKS[2], layouts.table("hf.qwen_moe"))
+    table = _core.Table(BLOCKS[3], layouts.table("hf.qwen_moe"))
     (of,) = model_classes.of_table(table).values()
     assert (of.kind, of.experts, of.order, of.defaults) == ("Example", True, 90, {"num_experts_per_tok": 8})

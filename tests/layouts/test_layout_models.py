@@ -56,6 +56,8 @@ def test_a_section_is_of_a_class_of_transformers(kind: str) -> None:
     # What transformers 5 reads under these names it keeps under others; a head_dim is read wherever it is
     # stated.
     other = {"rotary_emb_base", "rotary_pct", "num_local_experts", "head_dim"}
+    # Of layers that it leaves out when it saves.
+    other |= {"num_nextn_predict_layers"}
     assert set(of.keys) - other <= set(stated) | set(type(config).attribute_map)
     assert set(of.null) <= stated.keys()
 
@@ -76,9 +78,9 @@ def test_what_a_config_leaves_out_means_what_it_does_in_transformers(kind: str) 
 
 def test_every_key_has_a_value() -> None:
     """Of a model that has all that there is."""
-    block = Block(Attention(window=9), Experts(2))
+    block = Block(Attention(window=9, indexed=3), Experts(2))
     model = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, blocks=(block,))
-    axes = dict.fromkeys([*"VHFLgrdEQKMSCku", "nope", "rope", "vd", "kd", "ud"], 2)
+    axes = dict.fromkeys([*"VHFLgrdEQKMSCku", "nope", "rope", "vd", "kd", "ud", "ih", "ic", "ix"], 2)
     for key in KEYS:
         of = replace(CLASSES["llama"], keys=[key])
         config, _ = huggingface.write(model, of, axes, "config.json")

@@ -1,5 +1,6 @@
 """Tiny models of DeepSeek-V3's kind, by transformers: attention over a latent, dense layers first, shared
-experts, groups of experts."""
+experts, groups of experts; of V3.2, whose indexer chooses the tokens that attention sees; and of Kimi-K2.5,
+which has a tower that sees beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+)
 
 State = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -34,6 +42,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "num_nextn_predict_layers": 0,
 }
+#: Of an indexer: fewer tokens than the tests' text has.
+INDEXER = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 4}
 #: As DeepSeek-V3's own config.json has it.
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -47,13 +57,13 @@ YARN: dict[str, Any] = {
 }
 
 
-def save_with_further_layers(folder: Path, depth: int) -> State:
+def save_with_further_layers(folder: Path, depth: int, kind: str = "deepseek_v3") -> State:
     """Saves a model with layers that predict further tokens, as DeepSeek-V3's own files hold them.
 
     transformers has no such layers; their block is that of a layer with experts, their embedding and head are
     copies. source: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md
     """
-    model(num_nextn_predict_layers=depth).save_pretrained(folder)
+    model(kind=kind, num_nextn_predict_layers=depth).save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
     layers, width = SIZES["num_hidden_layers"], SIZES["hidden_size"]
     torch.manual_seed(9)
@@ -71,10 +81,13 @@ def save_with_further_layers(folder: Path, depth: int) -> State:
     return state
 
 
-def model(seed: int = 0, **changes: Any) -> Any:
+def model(seed: int = 0, kind: str = "deepseek_v3", **changes: Any) -> Any:
     """A tiny model whose router tells the experts apart."""
     torch.manual_seed(seed)
-    network = DeepseekV3ForCausalLM(DeepseekV3Config(**(SIZES | changes)))
+    if kind == "deepseek_v32":
+        network = DeepseekV32ForCausalLM(DeepseekV32Config(**(SIZES | INDEXER | changes)))
+    else:
+        network = DeepseekV3ForCausalLM(DeepseekV3Config(**(SIZES | changes)))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.normal_(0, 0.3)
@@ -82,3 +95,30 @@ def model(seed: int = 0, **changes: Any) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
     return network.eval()
+
+
+def save_with_tower(folder: Path, **changes: Any) -> State:
+    """Saves a DeepSeek-V3 beside a tower that sees: Kimi-K2.5."""
+    torch.manual_seed(0)
+    tower = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    }
+    text = SIZES | {"model_type": "deepseek_v3"} | changes
+    config = Kimi_K25Config(
+        text_config=text, vision_config=tower, projection_hidden_size=16, tie_word_embeddings=False
+    )
+    Kimi_K25ForConditionalGeneration(config).save_pretrained(folder)
+    # transformers 5.24 saves the text model's layers under the name of the tower's, and not under their own.
+    # source: moonshotai/Kimi-K2.5 model.safetensors.index.json
+    state = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return state

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -86,3 +91,33 @@ def save_with_further_layer(folder: Path, **changes: Any) -> State:
     state["mtp.fc.weight"] = torch.randn(width, 2 * width)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return state
+
+
+#: Classes of a text model beside a tower that sees, and their configs, by the model type of the text.
+TOWERS = {
+    "qwen3_5_text": (Qwen3_5ForConditionalGeneration, Qwen3_5Config),
+    "qwen3_5_moe_text": (Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig),
+}
+_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+
+
+def save_with_tower(folder: Path, kind: str, **changes: Any) -> State:
+    """Saves a text model beside a tower that sees."""
+    torch.manual_seed(0)
+    of, config = TOWERS[kind]
+    text = SIZES if kind != "qwen3_5_text" else {k: v for k, v in SIZES.items() if k not in _OF_EXPERTS}
+    of(config(text_config=text | changes, vision_config=_TOWER, **changes)).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def save_text_alone(whole: Path, folder: Path) -> None:
+    """Saves the text model of a model with a tower, as transformers loads it."""
+    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32).save_pretrained(folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import delta_modules
+import indexer_modules
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -73,6 +74,9 @@ SAME = (
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
@@ -85,7 +89,8 @@ def build(args: Any) -> GPTModel:
     """The model that the arguments in a checkpoint describe."""
     latent = getattr(args, "multi_latent_attention", False)
     kind = MLATransformerConfig if latent else TransformerConfig
-    has_delta_nets = getattr(args, "experimental_attention_variant", None) is not None
+    variant = getattr(args, "experimental_attention_variant", None)
+    has_delta_nets = variant == "gated_delta_net"
     rotary = {"rotary_base": args.rotary_base} if latent else {}
     config = kind(
         **{key: getattr(args, key) for key in SAME if hasattr(args, key)},
@@ -93,7 +98,7 @@ def build(args: Any) -> GPTModel:
         layernorm_zero_centered_gamma=args.apply_layernorm_1p,
         # The delta rule of torch, not that of a kernel.
         deterministic_mode=has_delta_nets,
-        num_moe_experts=args.num_experts,
+        num_moe_experts=getattr(args, "num_experts", None),
         gated_linear_unit=args.swiglu,
         activation_func=F.silu,
         layernorm_epsilon=args.norm_epsilon,
@@ -114,6 +119,8 @@ def build(args: Any) -> GPTModel:
     )
     if has_delta_nets:
         spec = delta_modules.block_spec(config)
+    elif variant == "dsa":
+        spec = indexer_modules.block_spec(config)
     else:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args.normalization
@@ -181,7 +188,12 @@ def rank_file(folder: Path) -> Path:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
-    return folder / f"legacy/release/mp_rank_{tensor:02d}_{stage:03d}_{expert:03d}/model_optim_rng.pt"
+    files = folder / "legacy/release"
+    of_experts = files / f"mp_rank_{tensor:02d}_{stage:03d}_{expert:03d}/model_optim_rng.pt"
+    # A model without experts has no such ranks.
+    return (
+        of_experts if of_experts.exists() else files / f"mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
+    )
 
 
 def load(folder: Path) -> tuple[GPTModel, dict[str, Any] | None]:

@@ -22,9 +22,11 @@ from megatron_ranks import launch
 WORLD = 4
 DEGREES = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1)
 #: Rank files of the local modules divide the rows of latents, which is not written.
-LATENT = {"deepseek", "yarn", "yarn_alone", "plain_queries", "further_layers"}
+LATENT = {"deepseek", "yarn", "yarn_alone", "plain_queries", "further_layers", "indexer", "indexer_yarn"}
 #: Built with Transformer Engine's modules alone.
-OF_TRANSFORMER_ENGINE = {"delta_nets"}
+OF_TRANSFORMER_ENGINE = {"delta_nets", "delta_nets_of_qwen3_5", "dense_delta_nets"}
+#: Without experts, and so without ranks of theirs.
+DENSE = {"dense_delta_nets"}
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": moe_maker.model,
     "qwen3_moe": lambda: moe_maker.qwen(3),
@@ -40,7 +42,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "plain_queries": lambda: deepseek_maker.model(q_lora_rank=None, n_group=1, topk_group=1),
     "further_layers": lambda: deepseek_maker.model(num_nextn_predict_layers=1),
     "shared_gate": lambda: moe_maker.qwen(2, shared_expert_intermediate_size=20),
+    "indexer": lambda: deepseek_maker.model(kind="deepseek_v32"),
+    "indexer_yarn": lambda: deepseek_maker.model(kind="deepseek_v32", rope_parameters=deepseek_maker.YARN),
     "delta_nets": delta_maker.model,
+    "delta_nets_of_qwen3_5": lambda: delta_maker.model(kind="qwen3_5_moe_text"),
+    "dense_delta_nets": lambda: delta_maker.model(kind="qwen3_5_text"),
     "tied": lambda: moe_maker.qwen(3, tie_word_embeddings=True, num_experts=2, num_experts_per_tok=1),
 }
 
@@ -62,7 +68,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         torch.save(moe_maker.logits(model), root / name / "logits.pt")
         for form in ("torch_dist",) if name in LATENT else ("legacy", "torch_dist"):
             # torch_dist serves all degrees: it is written at others than those it is loaded at.
-            at = DEGREES if form == "legacy" else ("--ep", 2)
+            at: tuple[object, ...] = DEGREES if form == "legacy" else ("--ep", 2)
+            if name in DENSE:
+                at = ("--tp", 2, "--pp", 2) if form == "legacy" else ()
             out = root / name / form
             to = f"megatron:{form}" + ("" if name in OF_TRANSFORMER_ENGINE else "-local")
             ran = cli("convert", source / name, out, "--to", to, *at)

@@ -139,3 +139,30 @@ def test_a_config_of_another_class_is_refused(tmp_path: Path) -> None:
             continue
         assert ran.code == 0, (name, ran.out)
         assert json.loads((out / "config.json").read_text())["architectures"] == [architecture]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_text_model_beside_a_tower_is_converted_and_comes_back(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
+    """Megatron-LM holds the text model alone: the tower is left out, said, and taken again."""
+    want = delta_maker.save_with_tower(tmp_path / "whole", kind=kind, tie_word_embeddings=tied)
+    ran = cli("convert", tmp_path / "whole", tmp_path / "megatron", "--to", "megatron:legacy", "--tp", 2)
+    assert ran.code == 0 and ran.having("FS212", message="model.visual.*: 33 tensors are left out"), ran.out
+    delta_maker.save_text_alone(tmp_path / "whole", tmp_path / "text")
+    convert(tmp_path / "text", tmp_path / "same", "legacy", "--tp", 2)
+    for file in (tmp_path / "same").rglob("*.pt"):
+        assert file.read_bytes() == (tmp_path / "megatron" / file.relative_to(tmp_path / "same")).read_bytes()
+    to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "whole/config.json")
+    ran = cli("merge", tmp_path / "back", tmp_path / "out", "--fill-from", tmp_path / "whole")
+    assert ran.code == 0, ran.out
+    same(read_result(tmp_path / "out"), want)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (
+        config["architectures"] == json.loads((tmp_path / "whole/config.json").read_text())["architectures"]
+    )
+    lost = next(name for name in want if name.endswith("in_proj_qkv.weight"))
+    edit_safetensors(tmp_path / "whole/model.safetensors", lambda tensors: tensors.pop(lost))
+    ran = cli("convert", tmp_path / "whole", tmp_path / "bad", "--to", "megatron")
+    assert ran.code != 0 and lost in ran.out and not (tmp_path / "bad").exists(), ran.out

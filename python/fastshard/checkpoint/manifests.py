@@ -199,7 +199,8 @@ class Expected:
             tensors = {t["name"] for t in document["tensors"]}
             own = manifest_files.root_of(path, document, checkpoint) is not None
             if (own and named & have) or not tensors:
-                found = checkpoint.opened.catalog.against(str(path), run, progress)
+                own_roots = len(checkpoint.listing.roots)
+                found = checkpoint.opened.catalog.against(str(path), own_roots, run, progress)
                 return [*about, *found]
             if not named and not tensors - checkpoint.keys():
                 # Of a store of arrays: its arrays are the source's.

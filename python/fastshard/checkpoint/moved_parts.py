@@ -15,6 +15,7 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.records import dataclass
 from ..expected.missing_tensors import is_buffer
+from ..layouts import tables
 from ..layouts.prefix_moves import moved, reduce_prefixes
 from ..models.overridden_settings import is_equal, read_settings
 from ..models.tensor_words import WORDS
@@ -87,7 +88,8 @@ def find(
     own, composite = configs
     inner = dict(_list_inner(composite or {}))
     if own is not None and composite is not None and own.get("model_type") != composite.get("model_type"):
-        inner = {key: one for key, one in inner.items() if one.get("model_type") == own.get("model_type")}
+        kind = own.get("model_type")
+        inner = {key: one for key, one in inner.items() if _is_of_one_class(one.get("model_type"), kind)}
     else:
         own = None
     if not inner:
@@ -134,6 +136,14 @@ def find(
         ]
     )
     return found
+
+
+def _is_of_one_class(one: Any, other: Any) -> bool:
+    """Return True for two model types of one class: Kimi-K2 is a DeepSeek-V3 by another name."""
+    classes = tables.classes()
+    if one == other or one not in classes or other not in classes:
+        return bool(one == other)
+    return classes[one].architecture == classes[other].architecture
 
 
 def is_of_tokens(name: str) -> bool:

@@ -59,6 +59,9 @@ KEYS = frozenset(
         "linear_value_head_dim",
         "linear_num_key_heads",
         "linear_num_value_heads",
+        "index_topk",
+        "index_n_heads",
+        "index_head_dim",
     )
 )
 #: Kinds of attention: heads, or groups of them, with keys and values of their own; keys and values from one
@@ -125,6 +128,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "biases": (f"a list of lists of {', '.join(PLACES)}", _are_biases),
     "attentions": (f"a list of {', '.join(ATTENTIONS)}", _are_attentions),
     "output_gate": ("true or false", _is_flag),
+    "indexed": ("true or false", _is_flag),
     "scores": (f"one of {', '.join(SCORES)}", lambda value: value in SCORES),
     "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
     "scalings": ("a list of texts", _are_texts),
@@ -166,6 +170,8 @@ class ModelClass:
     attentions: Sequence[str] = ("heads",)
     #: A gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
+    #: An indexer chooses the tokens that attention sees.
+    indexed: bool = False
     #: How the router of a mixture scores experts.
     scores: str = "softmax"
     #: Each set of biases that it may have.

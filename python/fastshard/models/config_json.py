@@ -27,6 +27,18 @@ _OTHER_HEADS = {
 }
 
 
+#: Keys of the text model's config in that of a model with towers.
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
+
+def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the text model's config in that of a model with towers; None where there is none."""
+    text = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
+    if text is None:
+        return None
+    return {**{key: value for key, value in config.items() if not isinstance(value, (Mapping, list))}, **text}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The class of transformers that a config names."""
@@ -47,7 +59,10 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
     # Code of its own may call things otherwise.
     ends = [end for end in _OTHER_HEADS if name.endswith(end)] if "auto_map" not in config else []
     head = _OTHER_HEADS[max(ends, key=len)] if ends else ()
-    return Architecture(name, "ForCausalLM" in name or "LMHeadModel" in name, head)
+    is_causal = "ForCausalLM" in name or "LMHeadModel" in name
+    # Of a model that has a text model, and of encoders with decoders, which have no such part.
+    of_text = name.endswith("ForConditionalGeneration") and find_text_config(config) is not None
+    return Architecture(name, is_causal or of_text, head)
 
 
 def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:

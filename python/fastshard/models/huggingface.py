@@ -17,14 +17,13 @@ from ..layouts.declaration import Evidence
 from ..layouts.model_classes import KEYS, PLACES, ModelClass
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
+from .config_json import find_text_config
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, take_delta_net
 from .unsupported import Says
 
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 _ACTIVATIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "mish", "sigmoid", "linear", "tanh"})
-#: Keys of the text model's config in that of a model with towers.
-TEXT_PARTS = ("text_config", "llm_config", "language_config")
 #: Keys for the share of a head that is rotated.
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 #: What messages call the fields.
@@ -58,6 +57,7 @@ def _says(of: ModelClass) -> Says:
         further_layers=of.having("num_nextn_predict_layers", "linear_num_key_heads"),
         attentions=of.attentions,
         output_gate=(of.output_gate,),
+        indexed=(of.indexed,),
         experts=of.experts,
         unnormalised=of.having("norm_topk_prob"),
         scores=(of.scores,),
@@ -140,6 +140,8 @@ def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
         "qk_rope_head_dim": axes.get("rope"),
         "v_head_dim": axes.get("vd"),
         "shared_expert_intermediate_size": axes.get("S"),
+        "index_n_heads": axes.get("ih"),
+        "index_head_dim": 2 * axes["ic"] + axes["ix"] if "ix" in axes else None,
         "linear_conv_kernel_dim": axes.get("C"),
         "linear_key_head_dim": axes.get("kd"),
         "linear_value_head_dim": axes.get("ud"),
@@ -194,6 +196,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
             "rope_interleave": True,
         }
     return values | {
+        "index_topk": model.attention.indexed,
         "sliding_window": model.attention.window,
         # A window is in the layers from some number on, and only where the config says so.
         "use_sliding_window": windowed,
@@ -321,14 +324,6 @@ class HuggingFace:
         )
 
 
-def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the text model's config in that of a model with towers; None where there is none."""
-    text = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
-    if text is None:
-        return None
-    return {**{key: value for key, value in config.items() if not isinstance(value, (Mapping, list))}, **text}
-
-
 def _layers_of(name: str, evidence: Evidence) -> Sequence[int]:
     """Return the layers of a set of the table; none if the table has no such set."""
     return evidence.sets[name][1] if name in evidence.sets else ()
@@ -355,6 +350,7 @@ def _blocks(
         grouped=evidence.axes.get("r", 1) > 1,
         latent_queries=of.latent and facts.get("q_lora", False),
         output_gate=of.output_gate,
+        indexed=whole_number(config, "index_topk", 1) if of.indexed else None,
     )
     block = Block(attention, _experts(config, of, evidence), _biases(facts, of))
     # A config states layers that predict further tokens even where none is stored.

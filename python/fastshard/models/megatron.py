@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import Finding
-from ..common.records import replace
+from ..common.records import dataclass, replace
 from ..layouts.declaration import Evidence
 from . import config_fields, unsupported
 from .config_fields import refused
@@ -20,10 +20,12 @@ from .megatron_mixtures import (
     is_latent,
     list_blocks,
     list_lacks_of_further_layers,
+    list_lacks_of_indexer,
     list_lacks_of_mixture,
     list_lacks_of_routing,
     list_lacks_of_yarn,
     read_experts,
+    read_indexed,
     read_rope_of_latent,
     write_delta,
     write_experts,
@@ -34,7 +36,10 @@ from .megatron_sizes import (
     DELTA_VALUES,
     LABEL,
     OF_DELTA,
+    OF_INDEXER,
+    VARIANT,
     count_further_layers,
+    is_indexed,
     read_flag,
     read_real,
 )
@@ -108,6 +113,7 @@ _WORDS = {
     "experts.shared_gate": "moe_shared_expert_gate",
     "dense_layers": "moe_layer_freq",
     "attention": "multi_latent_attention",
+    "indexed": VARIANT,
     "further_layers": "mtp_num_layers",
 }
 #: Settings of the model by their names in :func:`.read_settings`, as arguments.
@@ -173,6 +179,7 @@ SETTINGS = frozenset(
         *_OF_EXPERTS,
         *_OF_LATENT,
         *OF_DELTA.values(),
+        *OF_INDEXER.values(),
         DELTA_VALUES,
         "linear_attention_freq",
     }
@@ -228,7 +235,7 @@ QWEN3_5 = replace(
 DEEPSEEK = replace(
     MIXTRAL,
     kind="DeepSeek",
-    families=("deepseek_v3",),
+    families=("deepseek_v3", "deepseek_v32"),
     scalings=("default", "yarn"),
     fixed=(),
     shares=(1.0,),
@@ -236,6 +243,7 @@ DEEPSEEK = replace(
     biases=(_NONE,),
     qk_norm=(False,),
     attentions=("latent",),
+    indexed=(False, True),
     unnormalised=False,
     scores=("sigmoid",),
     corrected=True,
@@ -246,10 +254,13 @@ DEEPSEEK = replace(
 )
 
 
+@dataclass(frozen=True)
 class Megatron:
     """The dialect of Megatron-LM."""
 
-    name = "Megatron-LM"
+    #: transformers' class that ``--config`` names.
+    required_class: str | None = None
+    name: str = "Megatron-LM"
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
         """Return the model of a checkpoint's arguments.
@@ -291,6 +302,7 @@ class Megatron:
             grouped=evidence.axes.get("r", 1) > 1,
             latent_queries=latent and values.get("q_lora_rank") is not None,
             output_gate=read_flag(values, "attention_output_gate"),
+            indexed=read_indexed(values),
         )
         model = Model(
             framework=self.name,
@@ -307,9 +319,11 @@ class Megatron:
             further_layers=count_further_layers(values),
             tied=facts["tied"],
             max_positions=whole("max_positions", "max_position_embeddings", 4096),
+            required_class=self.required_class,
             others=(
                 *_besides(values),
                 *some,
+                *list_lacks_of_indexer(values),
                 *(list_lacks_of_routing(values) if experts else ()),
             ),
             words=_WORDS,
@@ -412,6 +426,7 @@ def facts_of(model: Model) -> dict[str, bool]:
         "moe": model.experts is not None,
         "mla": is_latent(model),
         "q_lora": model.attention.latent_queries,
+        "indexed": model.attention.indexed is not None,
         "router_correction": model.experts is not None and model.experts.correction,
         "shared_experts": model.experts is not None and model.experts.shared,
         "shared_gate": model.experts is not None and model.experts.shared_gate,
@@ -467,14 +482,17 @@ _OF_DELTA_TABLE = frozenset(
 
 def is_delta(args: Mapping[str, Any]) -> bool:
     """Return True for arguments of gated delta nets, and of attention with their output gate."""
-    return args.get("experimental_attention_variant") == DELTA_NET or bool(args.get("attention_output_gate"))
+    return args.get(VARIANT) == DELTA_NET or bool(args.get("attention_output_gate"))
 
 
 def _besides(args: Mapping[str, Any]) -> list[Lack]:
+    described = _OF_DELTA_TABLE if is_delta(args) else frozenset[str]()
+    if is_indexed(args):
+        described = frozenset({VARIANT})
     return [
         Lack(key, str(next(iter(values), None)), str(args[key])[:80])
         for key, values in _NEUTRAL.items()
-        if not _neutral(key, args.get(key)) and not (is_delta(args) and key in _OF_DELTA_TABLE)
+        if not _neutral(key, args.get(key)) and key not in described
     ]
 
 

@@ -9,7 +9,7 @@ from ..common.config_text import shown
 from ..layouts import tables
 from .megatron import OF_CONFIG, SETTINGS, UNTIED
 from .megatron_mixtures import YARN
-from .megatron_sizes import DELTA_VALUES, MOST_LAYERS, OF_DELTA
+from .megatron_sizes import DELTA_VALUES, MOST_LAYERS, OF_DELTA, OF_INDEXER
 from .model import Lack
 from .overridden_settings import is_config_json, read_settings
 
@@ -142,7 +142,9 @@ def _read_config_of_latent(
     Raises:
         FastshardError: ``FS211`` for an invalid value.
     """
-    found = {to: config[key] for key, to in _OF_DEEPSEEK.items() if config.get(key) is not None}
+    found = {
+        to: config[key] for key, to in (_OF_DEEPSEEK | OF_INDEXER).items() if config.get(key) is not None
+    }
     lacking = [
         Lack(key, shown(value), shown(config[key]))
         for key, value in _FIXED_OF_DEEPSEEK.items()

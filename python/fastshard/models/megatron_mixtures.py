@@ -14,7 +14,11 @@ from . import config_fields
 from .megatron_sizes import (
     DELTA_NET,
     DELTA_VALUES,
+    INDEXED,
     OF_DELTA,
+    OF_INDEXER,
+    VARIANT,
+    is_indexed,
     list_delta_layers,
     list_layers,
     read_flag,
@@ -47,6 +51,40 @@ YARN: dict[str, tuple[str, float | None]] = {
 }
 
 
+#: What transformers' indexer computes, by Megatron's arguments: their values, that which is written first.
+#: Files of versions that rotate the last part of each head do not state the first argument.
+#: source: transformers models/deepseek_v32; Megatron-LM dsa.py (_apply_rope)
+_FIXED_OF_INDEXER: dict[str, tuple[Any, ...]] = {
+    "dsa_indexer_rope_interleaved": (False,),
+    "dsa_indexer_scoring_relu": (True, None),
+    "dsa_indexer_k_norm_epsilon": (_LATENT_EPS, None),
+    "dsa_indexer_topk_freq": (1, None),
+    "dsa_indexer_skip_topk_offset": (0, None),
+}
+
+
+def read_indexed(args: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens that an indexer chooses for each; None without an indexer.
+
+    Raises:
+        FastshardError: ``FS211`` for a number that is not one.
+    """
+    return (size(args, OF_INDEXER["index_topk"]) or 0) if is_indexed(args) else None
+
+
+def list_lacks_of_indexer(args: Mapping[str, Any]) -> list[Lack]:
+    """List what an indexer computes otherwise than that of transformers."""
+    if not is_indexed(args):
+        return []
+    found = [
+        Lack(key, str(values[0]), str(args.get(key))[:80])
+        for key, values in _FIXED_OF_INDEXER.items()
+        if args.get(key) not in values
+    ]
+    best = OF_INDEXER["index_topk"]
+    return found if size(args, best) else [*found, Lack(best, "a number of tokens", "None")]
+
+
 def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """Return the arguments of gated delta nets, and of attention with an output gate."""
     layers, delta = range(axes.get("L in main", axes["L"])), set(model.delta_layers)
@@ -57,7 +95,7 @@ def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         return {"attention_output_gate": True, "linear_attention_freq": [0 for _ in layers]}
     return {
         "attention_output_gate": True,
-        "experimental_attention_variant": DELTA_NET,
+        VARIANT: DELTA_NET,
         "linear_attention_freq": [int(layer in delta) for layer in layers],
         **{argument: axes[axis] for axis, argument in OF_DELTA.items()},
         DELTA_VALUES: axes["k"] * axes["u"],
@@ -88,6 +126,14 @@ def write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }
+    if (best := model.attention.indexed) is not None:
+        out |= {
+            VARIANT: INDEXED,
+            OF_INDEXER["index_n_heads"]: axes["ih"],
+            OF_INDEXER["index_head_dim"]: 2 * axes["ic"] + axes["ix"],
+            OF_INDEXER["index_topk"]: best,
+            **{key: value for key, (value, *_) in _FIXED_OF_INDEXER.items()},
+        }
     if model.rope.kind == "yarn":
         scaling = {
             "factor": None,

@@ -21,8 +21,16 @@ OF_DELTA = {
     "C": "linear_conv_kernel_dim",
 }
 DELTA_VALUES = "linear_num_value_heads"
-#: The argument's word for layers with gated delta nets.
-DELTA_NET = "gated_delta_net"
+#: The argument for other kinds of attention; its words for layers with gated delta nets, and for attention
+#: to the tokens that an indexer chooses.
+VARIANT, DELTA_NET, INDEXED = "experimental_attention_variant", "gated_delta_net", "dsa"
+#: Settings of an indexer by their names in config.json, as arguments.
+#: source: Megatron-LM transformer_config.py (dsa_indexer_*)
+OF_INDEXER = {
+    "index_n_heads": "dsa_indexer_n_heads",
+    "index_head_dim": "dsa_indexer_head_dim",
+    "index_topk": "dsa_indexer_topk",
+}
 
 
 def size(args: Mapping[str, Any], key: str) -> int | None:
@@ -32,6 +40,11 @@ def size(args: Mapping[str, Any], key: str) -> int | None:
         FastshardError: ``FS211`` if it is not a positive integer.
     """
     return config_fields.count(args, key, LABEL)
+
+
+def is_indexed(args: Mapping[str, Any]) -> bool:
+    """Return True for attention over a latent whose indexer chooses the tokens that it sees."""
+    return args.get(VARIANT) == INDEXED and bool(args.get("multi_latent_attention"))
 
 
 def count_further_layers(args: Mapping[str, Any]) -> int:
@@ -114,10 +127,24 @@ def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
             "rope": size(args, "qk_pos_emb_head_dim"),
             "vd": size(args, "v_head_dim"),
         }
+    if is_indexed(args):
+        further |= _axes_of_indexer(args)
     further |= {axis: size(args, argument) for axis, argument in OF_DELTA.items()}
     keys, values = further["k"], size(args, DELTA_VALUES)
     further["u"] = _divide(values, keys, DELTA_VALUES)
     return axes | {axis: extent for axis, extent in further.items() if extent is not None}
+
+
+def _axes_of_indexer(args: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the extents of an indexer: heads, pairs of each that are rotated, and what of each is not."""
+    whole, rotated = size(args, OF_INDEXER["index_head_dim"]), size(args, "qk_pos_emb_head_dim")
+    heads = size(args, OF_INDEXER["index_n_heads"])
+    if whole is None or rotated is None:
+        return {"ih": heads}
+    if whole <= rotated or rotated % 2:
+        expected = f"more than {rotated}, the size of the rotated part"
+        raise refused(f"{LABEL}{OF_INDEXER['index_head_dim']}", expected, whole)
+    return {"ih": heads, "ic": rotated // 2, "ix": whole - rotated}
 
 
 def _divide(heads: int | None, groups: int | None, key: str) -> int | None:

@@ -76,6 +76,8 @@ class Attention:
     latent_queries: bool = False
     #: A gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
+    #: The number of tokens that an indexer chooses for each; None without an indexer.
+    indexed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..layouts import tables
 from .config_fields import count
-from .huggingface import TEXT_PARTS, find_windows, rope_of
+from .config_json import TEXT_PARTS
+from .huggingface import find_windows, rope_of
 
 #: Settings by one name each, and what config.json calls them; the first is its own name for most classes.
 _NAMES = {

@@ -62,6 +62,8 @@ class Says:
     attentions: Collection[str] = ("heads",)
     #: The heads may have a gate, or must have one.
     output_gate: Collection[bool] = (False,)
+    #: An indexer may choose the tokens that attention sees, or must do so.
+    indexed: Collection[bool] = (False,)
     #: True for mixtures of experts; and whether the weights of the best may be left as they are.
     experts: bool = False
     unnormalised: bool = False
@@ -148,6 +150,10 @@ class Says:
         if has_heads and attention.output_gate not in self.output_gate:
             word = model.word("output_gate", "gate of attention's output")
             yield Lack(word, _either(self.output_gate), _flag(attention.output_gate))
+        is_indexed = attention.indexed is not None
+        if is_indexed not in self.indexed:
+            word = model.word("indexed", "indexer of attention")
+            yield Lack(word, _either(self.indexed), _flag(is_indexed))
         if has_heads and attention.qk_norm not in self.qk_norm:
             word = model.word("qk_norm", "norm of queries and keys")
             yield Lack(word, _either(self.qk_norm), _flag(attention.qk_norm))

@@ -116,7 +116,7 @@ class MegatronTarget(TrainerTarget):
         name = "megatron:torch_dist" if request.to == "megatron" else str(request.to)
         is_chunked = name.startswith("megatron:torch_dist")
         model = None
-        if source.model.dialect is megatron.DIALECT:
+        if isinstance(source.model.dialect, megatron.Megatron):
             facts = dict(source.binding.facts)
             stated = (source.model.config or {}).get("make_vocab_size_divisible_by")
             if (

@@ -335,7 +335,8 @@ def _against(
     named = {file["name"] for file in tensor_files(document)}
     own = manifest_files.root_of(path, document, checkpoint) is not None
     if (own and named & {file["path"] for file in checkpoint.files}) or not plan.outputs:
-        found = checkpoint.opened.catalog.against(str(path), run, progress, plan.core)
+        own_roots = len(checkpoint.listing.roots)
+        found = checkpoint.opened.catalog.against(str(path), own_roots, run, progress, plan.core)
         # What is there and cannot be opened has been told of.
         there = {file.path for file in checkpoint.listing.files}
         return findings + [f for f in found if f.code != codes.MISSING_FILE or not there.issuperset(f.files)]

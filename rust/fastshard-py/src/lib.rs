@@ -256,11 +256,12 @@ impl Catalog {
         Ok((to_json(&manifest)?, findings::list(found)))
     }
 
-    #[pyo3(signature = (manifest, options, progress=None, checked=None))]
+    #[pyo3(signature = (manifest, own_roots, options, progress=None, checked=None))]
     fn against(
         &self,
         py: Python<'_>,
         manifest: PathBuf,
+        own_roots: u32,
         options: Given<RunOptions>,
         progress: Option<Py<PyAny>>,
         checked: Option<PyRef<'_, Plan>>,
@@ -270,7 +271,8 @@ impl Catalog {
         let manifest = Manifest::read(&manifest).map_err(raise)?;
         let catalog = Arc::clone(&self.inner);
         let found = run(py, progress, move |control| {
-            verify::against(&catalog, &manifest, options.subset(), &known, &options.engine(), control)
+            let subset = options.subset();
+            verify::against(&catalog, &manifest, own_roots, subset, &known, &options.engine(), control)
         })
         .settle(None)?;
         Ok(findings::list(found))

@@ -74,13 +74,17 @@ pub fn hashed(plan: &Plan, report: &Report) -> Hashed {
 
 /// Every tensor of a catalog as its file holds it.
 pub fn inventory_plan(catalog: &Catalog) -> Plan {
+    plan_of_files(catalog, catalog.files.iter().flatten())
+}
+
+fn plan_of_files<'f>(catalog: &Catalog, files: impl Iterator<Item = &'f CatalogFile>) -> Plan {
     let mut plan = Plan {
         version: crate::plan::PLAN_VERSION,
         target: "inventory".into(),
         words: catalog.words.clone(),
         ..Plan::default()
     };
-    for file in catalog.files.iter().flatten() {
+    for file in files {
         let first_blob = plan.blobs.len() as u32;
         let source = plan.sources.len() as u32;
         plan.sources.push(file.plan_file());
@@ -192,22 +196,24 @@ pub fn inventory(
 }
 
 /// Compares a catalog's content with a manifest made of the same files: every file and tensor that the
-/// manifest names, by hash. `subset` limits the tensors to read; those in `known` are not read again.
+/// manifest names, by hash. Files below further roots than the first `own_roots` are of other models, whose parts are taken.
+/// `subset` limits the tensors to read; those in `known` are not read again.
 ///
 /// # Errors
 /// The reason why the run cannot finish.
 pub fn against(
     catalog: &Catalog,
     manifest: &Manifest,
+    own_roots: u32,
     subset: Option<Subset>,
     known: &Hashed,
     options: &Options,
     control: &Control,
 ) -> Result<Vec<Finding>> {
-    let opened: Vec<_> = catalog.files.iter().flatten().collect();
+    let opened: Vec<_> = catalog.files.iter().flatten().filter(|file| file.root < own_roots).collect();
     let mut findings = differing_files(manifest, &opened);
     findings.extend(headers(manifest, &opened));
-    let mut plan = inventory_plan(catalog);
+    let mut plan = plan_of_files(catalog, opened.iter().copied());
     let (checks, differing) = differing_tensors(manifest, &plan, &opened, subset);
     findings.extend(differing);
     let before: Vec<Option<[u8; 32]>> =

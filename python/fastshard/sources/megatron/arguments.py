@@ -14,7 +14,7 @@ from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
 from ...layouts.declaration import Description, Evidence, Source
-from ...models import config_json, huggingface, megatron, megatron_config, megatron_sizes
+from ...models import config_json, megatron, megatron_config, megatron_sizes
 from ...models.model import Lack, Model
 from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json
 from ...models.repeated_settings import find_repeated_spellings
@@ -89,7 +89,7 @@ def _find_config_of_text(options: Options) -> dict[str, Any] | None:
     config = options.override_config
     if config is None or not is_config_json(config):
         return config
-    return huggingface.find_text_config(config) or config
+    return config_json.find_text_config(config) or config
 
 
 def _contradict_tie(file: str | None) -> Finding:
@@ -218,20 +218,16 @@ def _find_family(layout: str | None, *, moe: bool, latent: bool) -> str:
 
 
 @dataclass(frozen=True)
-class BeyondArguments:
-    """Megatron-LM's dialect for models of which more is known than arguments state."""
+class Unnamed:
+    """Megatron-LM's dialect for models beyond its tables; reading one reports the uncovered setting."""
 
-    #: The first feature for which the tables have no names.
-    lack: Lack | None = None
-    #: transformers' class that ``--config`` names.
-    model_type: str | None = None
+    lack: Lack
     name: str = megatron.DIALECT.name
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model that the arguments describe, with the feature and the class."""
+        """Return the model that the arguments describe, plus the setting that no other framework has."""
         model = megatron.DIALECT.read(values, evidence)
-        others = model.others if self.lack is None else (*model.others, self.lack)
-        return replace(model, others=others, required_class=self.model_type)
+        return replace(model, others=(*model.others, self.lack))
 
 
 def find_required_class(options: Options) -> str | None:
@@ -266,7 +262,7 @@ def describe(
     source.model = Description(
         _find_family(layout, moe=moe, latent=latent),
         dict(args),
-        dialect=BeyondArguments(next(iter(lacking), None), required_class),
+        dialect=Unnamed(lacking[0]) if lacking else megatron.Megatron(required_class),
     )
     degrees = {dimension: megatron_sizes.size(args, key) for dimension, key in _DEGREES.items()}
     source.binding.other_degrees = {
@@ -298,6 +294,7 @@ def describe(
         "moe": moe,
         "mla": latent,
         "q_lora": latent and args.get("q_lora_rank") is not None,
+        "indexed": has("core_attention.indexer.linear_wq_b.weight") or megatron_sizes.is_indexed(args),
         "router_correction": has("mlp.router.expert_bias") or states("moe_router_enable_expert_bias"),
         "shared_experts": has("mlp.shared_experts.linear_fc2.weight")
         or states("moe_shared_expert_intermediate_size"),

@@ -142,7 +142,7 @@ def leave_unnamed(
     """
     source.binding.layout, source.binding.pass_unknown, source.binding.axes = None, True, {}
     source.binding.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
-    source.model = replace(source.model, dialect=arguments.BeyondArguments(lack))
+    source.model = replace(source.model, dialect=arguments.Unnamed(lack))
 
 
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:

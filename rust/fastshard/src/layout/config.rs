@@ -41,6 +41,8 @@ pub struct Config {
     pub defaults: BTreeMap<String, BTreeMap<String, Json>>,
     /// Objects of the config in which keys are sought first, as paths with dots.
     pub within: Vec<String>,
+    /// Keys that the config itself states, and none of these objects.
+    pub outside: Vec<String>,
     /// Extents of axes.
     pub axes: BTreeMap<String, Expression>,
     /// Facts.

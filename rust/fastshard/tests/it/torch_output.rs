@@ -170,7 +170,7 @@ fn what_is_written_reads_back_and_verifies() {
         let catalog = Catalog::open(vec![out.clone()], &names(&manifest), 1);
         let known = verify::Hashed::new();
         let found =
-            verify::against(&catalog, &manifest, None, &known, &options(dir.path()), &Control::default())
+            verify::against(&catalog, &manifest, 1, None, &known, &options(dir.path()), &Control::default())
                 .unwrap();
         let codes: Vec<_> = crate::common::errors(&found).iter().map(|f| f.code).collect();
         assert!(codes.contains(&codes::CRC) && codes.contains(&codes::HASH), "{found:?}");
@@ -270,8 +270,15 @@ fn safetensors_files_can_be_prescribed() {
     let (manifest, _) = write::write(&run).unwrap();
     let catalog = Catalog::open(vec![out], &names(&manifest), 1);
     let known = verify::Hashed::new();
-    let found =
-        verify::against(&catalog, &manifest, None, &known, &self::options(dir.path()), &Control::default());
+    let found = verify::against(
+        &catalog,
+        &manifest,
+        1,
+        None,
+        &known,
+        &self::options(dir.path()),
+        &Control::default(),
+    );
     assert_eq!(found.unwrap(), []);
     assert!(
         manifest.tensors.iter().any(|t| t.name == "x.0") && manifest.tensors.iter().all(|t| t.name != "w.0")

@@ -146,7 +146,8 @@ impl<'a> Scope<'a> {
     fn find_value(&self, name: &str) -> Option<&'a Json> {
         let config = self.config;
         let inner = |path: &String| path.split('.').try_fold(config, |object, key| object.get(key));
-        let places = self.rules.within.iter().filter_map(inner).chain(std::iter::once(config));
+        let within: &[String] = if self.is_outside(name) { &[] } else { &self.rules.within };
+        let places = within.iter().filter_map(inner).chain(std::iter::once(config));
         let mut found = None;
         for value in places.filter_map(|object| object.get(name)) {
             if !value.is_null() {
@@ -157,10 +158,16 @@ impl<'a> Scope<'a> {
         found
     }
 
+    /// True for a key that the config itself states.
+    fn is_outside(&self, name: &str) -> bool {
+        self.rules.outside.iter().any(|key| key == name)
+    }
+
     /// A key of the config; one that it leaves out is what the model type has for it, or null.
     fn key(&self, name: &str) -> Value<'a> {
         let value = self.find_value(name).or_else(|| {
-            let kind = self.find_value("model_type")?.as_str()?;
+            let own = self.is_outside(name).then(|| self.config.get("model_type")).flatten();
+            let kind = own.or_else(|| self.find_value("model_type"))?.as_str()?;
             self.rules.defaults.get(kind)?.get(name)
         });
         value.map_or(Value::Null, Value::from)

@@ -18,6 +18,7 @@ pub(super) struct RawConfig {
     #[serde(default)]
     defaults: BTreeMap<String, BTreeMap<String, Json>>,
     within: Option<Vec<String>>,
+    outside: Option<Vec<String>>,
     #[serde(default)]
     axes: BTreeMap<String, String>,
     #[serde(default)]
@@ -59,6 +60,7 @@ impl Table {
         if let Some(raw) = raw {
             config.is_declared = true;
             config.model_types = raw.model_type;
+            config.outside = raw.outside.unwrap_or(std::mem::take(&mut config.outside));
             config.within = raw.within.unwrap_or(std::mem::take(&mut config.within));
             config.when =
                 raw.when.map(|text| Expression::parse(&text)).transpose().map_err(|e| format!("when {e}"))?;
