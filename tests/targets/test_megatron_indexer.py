@@ -74,7 +74,8 @@ def test_its_layers_that_predict_further_tokens_come_back(form: str, tmp_path: P
 
 def test_every_rank_has_the_whole_indexer(tmp_path: Path) -> None:
     deepseek_maker.model(kind=V32).save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", "--tp", 2)
+    ran = cli("convert", tmp_path / "hf", tmp_path / "megatron", "--to", "megatron:legacy", "--tp", 2)
+    assert ran.code == 0 and "dsa_indexer_rope_interleaved" in ran.out, ran.out
     want = load_file(tmp_path / "hf/model.safetensors")
     for rank in range(2):
         content = load_pt(tmp_path / f"megatron/release/mp_rank_0{rank}/model_optim_rng.pt")

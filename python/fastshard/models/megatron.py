@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.records import dataclass, replace
 from ..layouts.declaration import Evidence
@@ -380,7 +381,25 @@ class Megatron:
         if model.experts is not None:
             written.append("experts.best")
             out |= write_experts(model, model.experts, axes)
-        return out, model.list_assumptions(*written, file=file)
+        findings = model.list_assumptions(*written, file=file)
+        if model.attention.indexed is not None:
+            findings.append(_note_order_of_indexer(file))
+        return out, findings
+
+
+def _note_order_of_indexer(file: str) -> Finding:
+    """Build the note about versions of Megatron-LM whose indexer computes otherwise.
+
+    source: NVIDIA/Megatron-LM issue 2998; with 0.16.1 the logits of the tests' model differ by 2.
+    """
+    return Finding.of(
+        codes.NOT_PROVABLE,
+        "the indexer rotates the first part of each head, as DeepSeek's does; megatron-core 0.16.1 rotates "
+        "the last part, and chooses other tokens",
+        severity="note",
+        file=file,
+        help="load it with a megatron-core whose config has dsa_indexer_rope_interleaved",
+    )
 
 
 def _write_heads(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:

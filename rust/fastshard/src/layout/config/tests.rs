@@ -553,3 +553,34 @@ proptest! {
         prop_assert_eq!(fact(&format!("{text} > 1"), &config).ok(), oracle(&text, &config));
     }
 }
+
+#[test]
+fn a_key_that_the_config_itself_states_is_sought_in_no_part() {
+    let text = r#"
+        layout = "tower"
+        family = "toy"
+        [config]
+        model_type = ["tower"]
+        within = ["text_config"]
+        outside = ["tie"]
+        defaults.tower = { tie = true }
+        defaults.text = { tie = false, wide = true }
+        facts = { tied = "tie", wide = "wide" }
+        [[tensor]]
+        name = "head"
+        shape = "[H]"
+        when = "tied & wide"
+    "#;
+    let table = Table::parse(text).unwrap();
+    for (config, tied) in [
+        (json!({"model_type": "tower", "tie": true, "text_config": {"tie": false}}), true),
+        (json!({"model_type": "tower", "tie": false, "text_config": {"tie": true}}), false),
+        (json!({"model_type": "tower", "text_config": {"tie": false, "model_type": "text"}}), true),
+    ] {
+        let facts = table.describe(Some(&config), &[], None).unwrap().facts;
+        assert_eq!(facts.get("tied"), Some(&tied), "{config}");
+    }
+    let inner = json!({"model_type": "tower", "text_config": {"model_type": "text"}});
+    let facts = table.describe(Some(&inner), &[], None).unwrap().facts;
+    assert_eq!(facts, Facts::from([("tied".into(), true), ("wide".into(), true)]));
+}

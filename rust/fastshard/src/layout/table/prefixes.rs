@@ -77,7 +77,7 @@ impl Table {
                 let message = format!(
                     "{pattern}: {count} {are} left out: the layout {layout} holds the text model alone"
                 );
-                let help = "take them from this checkpoint after a conversion back to Hugging Face";
+                let help = "add them again after a conversion back to Hugging Face";
                 Finding::new(codes::IGNORED, message)
                     .severity(Severity::Warning)
                     .help(help)
