@@ -11,27 +11,11 @@ import moe_maker
 import pytest
 import torch
 from helpers import cli, edit_safetensors, load_pt, read_result
+from megatron_trips import convert, same, to_hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 KINDS = ["qwen3_5_text", "qwen3_5_moe_text"]
-
-
-def convert(source: Path, out: Path, form: str, *degrees: object) -> None:
-    ran = cli("convert", source, out, "--to", f"megatron:{form}", *degrees)
-    assert ran.code == 0, ran.out
-
-
-def to_hf(source: Path, out: Path, config: Path) -> dict[str, torch.Tensor]:
-    ran = cli("convert", source, out, "--to", "hf", "--vocab-size", 250, "--config", config)
-    assert ran.code == 0, ran.out
-    return read_result(out)
-
-
-def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert have.keys() == want.keys()
-    for name, tensor in want.items():
-        assert have[name].dtype == tensor.dtype and torch.equal(have[name], tensor), name
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
@@ -55,7 +39,7 @@ def test_they_come_back_with_their_logits(
     convert(tmp_path / "hf", tmp_path / "megatron", form, *degrees)
     ran = cli("verify", tmp_path / "megatron")
     assert ran.code == 0, ran.out
-    back = to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf/config.json")
+    back = to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "hf/config.json")
     same(back, load_file(tmp_path / "hf/model.safetensors"))
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert after.config.model_type == kind
@@ -78,7 +62,7 @@ def test_the_layer_that_predicts_a_further_token_comes_back(kind: str, form: str
     convert(tmp_path / "hf", tmp_path / "megatron", form, "--tp", 2)
     args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
     assert (args.num_layers, args.mtp_num_layers, args.linear_attention_freq) == (4, 1, [1, 1, 1, 0])
-    same(to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf/config.json"), want)
+    same(to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "hf/config.json"), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +138,7 @@ def test_the_text_model_beside_a_tower_is_converted_and_comes_back(
     convert(tmp_path / "text", tmp_path / "same", "legacy", "--tp", 2)
     for file in (tmp_path / "same").rglob("*.pt"):
         assert file.read_bytes() == (tmp_path / "megatron" / file.relative_to(tmp_path / "same")).read_bytes()
-    to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "whole/config.json")
+    to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "whole/config.json")
     ran = cli("merge", tmp_path / "back", tmp_path / "out", "--fill-from", tmp_path / "whole")
     assert ran.code == 0, ran.out
     same(read_result(tmp_path / "out"), want)

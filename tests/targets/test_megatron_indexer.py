@@ -11,28 +11,12 @@ import moe_maker
 import pytest
 import torch
 from helpers import cli, edit_pt, edit_safetensors, load_pt, read_result
+from megatron_trips import convert, same, to_hf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 V32 = "deepseek_v32"
 INDEXER = "self_attention.core_attention.indexer."
-
-
-def convert(source: Path, out: Path, form: str, *degrees: object) -> None:
-    ran = cli("convert", source, out, "--to", f"megatron:{form}", *degrees)
-    assert ran.code == 0, ran.out
-
-
-def to_hf(source: Path, out: Path, *more: object) -> dict[str, torch.Tensor]:
-    ran = cli("convert", source, out, "--to", "hf", "--vocab-size", 250, *more)
-    assert ran.code == 0, ran.out
-    return read_result(out)
-
-
-def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert have.keys() == want.keys()
-    for name, tensor in want.items():
-        assert have[name].dtype == tensor.dtype and torch.equal(have[name], tensor), name
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
