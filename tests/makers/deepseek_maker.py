@@ -97,7 +97,7 @@ def model(seed: int = 0, kind: str = "deepseek_v3", **changes: Any) -> Any:
     return network.eval()
 
 
-def save_with_tower(folder: Path, **changes: Any) -> State:
+def save_with_tower(folder: Path, *, as_the_hub: bool = True, **changes: Any) -> State:
     """Saves a DeepSeek-V3 beside a tower that sees: Kimi-K2.5."""
     torch.manual_seed(0)
     tower = {
@@ -114,6 +114,8 @@ def save_with_tower(folder: Path, **changes: Any) -> State:
         text_config=text, vision_config=tower, projection_hidden_size=16, tie_word_embeddings=False
     )
     Kimi_K25ForConditionalGeneration(config).save_pretrained(folder)
+    if not as_the_hub:
+        return load_file(folder / "model.safetensors")
     # transformers 5.24 saves the text model's layers under the name of the tower's, and not under their own.
     # source: moonshotai/Kimi-K2.5 model.safetensors.index.json
     state = {

@@ -93,6 +93,23 @@ def save_with_further_layer(folder: Path, **changes: Any) -> State:
     return state
 
 
+def stack_experts(state: State, below: str = "model.") -> State:
+    """Returns the tensors with the experts of each layer below a name as the hub has them: in one tensor."""
+    layers = sorted({name.partition(".experts.")[0] for name in state if ".mlp.experts." in name})
+    stacked = dict(state)
+    for layer in (layer for layer in layers if layer.startswith(below)):
+        of = f"{layer}.experts."
+        count = sum(name.startswith(of) and name.endswith(".up_proj.weight") for name in state)
+        part = {
+            kind: [stacked.pop(f"{of}{n}.{kind}_proj.weight") for n in range(count)]
+            for kind in ("gate", "up", "down")
+        }
+        pairs = zip(part["gate"], part["up"], strict=True)
+        stacked[f"{of}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        stacked[f"{of}down_proj"] = torch.stack(part["down"])
+    return stacked
+
+
 #: Classes of a text model beside a tower that sees, and their configs, by the model type of the text.
 TOWERS = {
     "qwen3_5_text": (Qwen3_5ForConditionalGeneration, Qwen3_5Config),
@@ -110,12 +127,14 @@ _TOWER: dict[str, Any] = {
 
 
 def save_with_tower(folder: Path, kind: str, **changes: Any) -> State:
-    """Saves a text model beside a tower that sees."""
+    """Saves a text model beside a tower that sees, its experts as the hub has them."""
     torch.manual_seed(0)
     of, config = TOWERS[kind]
     text = SIZES if kind != "qwen3_5_text" else {k: v for k, v in SIZES.items() if k not in _OF_EXPERTS}
     of(config(text_config=text | changes, vision_config=_TOWER, **changes)).save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    state = stack_experts(load_file(folder / "model.safetensors"))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return state
 
 
 def save_text_alone(whole: Path, folder: Path) -> None:

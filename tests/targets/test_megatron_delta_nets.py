@@ -40,7 +40,8 @@ def test_they_come_back_with_their_logits(
     ran = cli("verify", tmp_path / "megatron")
     assert ran.code == 0, ran.out
     back = to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "hf/config.json")
-    same(back, load_file(tmp_path / "hf/model.safetensors"))
+    # As the hub has the experts, whatever the source has.
+    same(back, delta_maker.stack_experts(load_file(tmp_path / "hf/model.safetensors")))
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert after.config.model_type == kind
     assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
@@ -62,7 +63,10 @@ def test_the_layer_that_predicts_a_further_token_comes_back(kind: str, form: str
     convert(tmp_path / "hf", tmp_path / "megatron", form, "--tp", 2)
     args = load_pt(next((tmp_path / "megatron/release").rglob("*.pt")))["args"]
     assert (args.num_layers, args.mtp_num_layers, args.linear_attention_freq) == (4, 1, [1, 1, 1, 0])
-    same(to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "hf/config.json"), want)
+    same(
+        to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "hf/config.json"),
+        delta_maker.stack_experts(want),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,16 +86,7 @@ def test_stacked_experts_mean_the_same(further: bool, tmp_path: Path) -> None:
     """The hub holds those of Qwen3.5 stacked but in the further layer, and all of 3.6."""
     state = delta_maker.save_with_further_layer(tmp_path / "hf", kind="qwen3_5_moe_text")
     convert(tmp_path / "hf", tmp_path / "want", "torch_dist", "--ep", 2)
-    layers = [f"model.layers.{n}." for n in range(4)] + (["mtp.layers.0."] if further else [])
-    for layer in layers:
-        of = f"{layer}mlp.experts."
-        part = {
-            kind: [state.pop(f"{of}{n}.{kind}_proj.weight") for n in range(8)]
-            for kind in ("gate", "up", "down")
-        }
-        pairs = zip(part["gate"], part["up"], strict=True)
-        state[f"{of}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        state[f"{of}down_proj"] = torch.stack(part["down"])
+    state = delta_maker.stack_experts(state, "" if further else "model.")
     save_file(state, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     convert(tmp_path / "hf", tmp_path / "have", "torch_dist", "--ep", 2)
     for file in (tmp_path / "want/release").iterdir():
@@ -150,3 +145,61 @@ def test_the_text_model_beside_a_tower_is_converted_and_comes_back(
     edit_safetensors(tmp_path / "whole/model.safetensors", lambda tensors: tensors.pop(lost))
     ran = cli("convert", tmp_path / "whole", tmp_path / "bad", "--to", "megatron")
     assert ran.code != 0 and lost in ran.out and not (tmp_path / "bad").exists(), ran.out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_tensor_of_a_tower_is_missed(kind: str, tmp_path: Path) -> None:
+    """The table describes the text model; transformers lists the tower."""
+    want = delta_maker.save_with_tower(tmp_path / "hf", kind=kind)
+    assert cli("merge", tmp_path / "hf", tmp_path / "out").code == 0
+    lost = "model.visual.blocks.0.attn.qkv.weight"
+    edit_safetensors(tmp_path / "hf/model.safetensors", lambda tensors: tensors.pop(lost))
+    for command in (("merge",), ("convert", "--to", "megatron")):
+        ran = cli(command[0], tmp_path / "hf", tmp_path / "bad", *command[1:])
+        assert ran.code == 3 and ran.having("FS102", tensor=lost), ran.out
+        assert not (tmp_path / "bad").exists()
+    tower = [name for name in want if name.startswith("model.visual.") and name != lost]
+    edit_safetensors(tmp_path / "hf/model.safetensors", lambda tensors: [tensors.pop(n) for n in tower])
+    ran = cli("merge", tmp_path / "hf", tmp_path / "bad")
+    assert ran.code == 3 and not (tmp_path / "bad").exists(), ran.out
+
+
+def test_a_text_model_without_a_name_is_that_of_its_whole(tmp_path: Path) -> None:
+    delta_maker.save_with_tower(tmp_path / "hf", kind="qwen3_5_moe_text")
+    convert(tmp_path / "hf", tmp_path / "want", "legacy", "--ep", 2)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    del config["text_config"]["model_type"]
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    convert(tmp_path / "hf", tmp_path / "have", "legacy", "--ep", 2)
+    for file in (tmp_path / "want").rglob("*.pt"):
+        assert file.read_bytes() == (tmp_path / "have" / file.relative_to(tmp_path / "want")).read_bytes()
+    to_hf(tmp_path / "have", tmp_path / "back", "--config", tmp_path / "hf/config.json")
+    assert json.loads((tmp_path / "back/config.json").read_text())["model_type"] == "qwen3_5_moe_text"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_its_head_is_merged(kind: str, tmp_path: Path) -> None:
+    """transformers saves it without the prefix that the table's names have."""
+    delta_maker.model(kind=kind).model.save_pretrained(tmp_path / "hf")
+    ran = cli("merge", tmp_path / "hf", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(read_result(tmp_path / "out"), load_file(tmp_path / "hf/model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"]},
+        {"linear_key_head_dim": 7},
+        {"linear_num_value_heads": 4},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_config_of_other_layers_is_not_passed_over(changes: dict[str, Any], tmp_path: Path) -> None:
+    delta_maker.model(kind="qwen3_5_text").save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", "--tp", 2)
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | changes
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    command = ("--to", "hf", "--vocab-size", 250, "--config", tmp_path / "other.json")
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "out", *command)
+    assert ran.code != 0 and not (tmp_path / "out").exists(), ran.out

@@ -133,3 +133,20 @@ def test_kimi_with_a_tower_is_converted_and_comes_back(name: str, tmp_path: Path
     ran = cli("merge", tmp_path / "back", tmp_path / "out", "--fill-from", tmp_path / "whole")
     assert ran.code == 0, ran.out
     same(read_result(tmp_path / "out"), want)
+
+
+def test_kimi_as_transformers_saves_it_is_merged(tmp_path: Path) -> None:
+    """Its text layers lie under the tower's name there, by which it finds them again."""
+    want = deepseek_maker.save_with_tower(tmp_path / "whole", as_the_hub=False)
+    assert any(".blocks." in name for name in want if name.startswith("language_model."))
+    ran = cli("merge", tmp_path / "whole", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(read_result(tmp_path / "out"), want)
+
+
+def test_kinds_of_layers_in_a_config_are_those_of_the_model(tmp_path: Path) -> None:
+    model = deepseek_maker.model(kind=V32, mlp_layer_types=["dense", "dense", "sparse", "sparse"])
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy", "--ep", 2)
+    back = to_hf(tmp_path / "megatron", tmp_path / "back", "--config", tmp_path / "hf/config.json")
+    same(back, load_file(tmp_path / "hf/model.safetensors"))

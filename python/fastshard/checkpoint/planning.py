@@ -433,6 +433,16 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
         findings += [*by_layers, *by_list]
+    elif opened.promised is not None and source.binding.layout is not None and not source.model.headless:
+        from .promised import compare_with_list
+
+        # The table describes the text model alone, the list its towers too.
+        named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
+        by_list, why = compare_with_list(opened, request, draft.merged, named)
+        if request.to not in (None, "hf"):
+            # The names are those of another framework.
+            by_list = [finding for finding in by_list if finding.code != codes.NOT_LOADED]
+        findings += draft.causes.left(by_list)
     elif opened.promised is not None:
         from .promised import refused_names
 

@@ -129,6 +129,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "attentions": (f"a list of {', '.join(ATTENTIONS)}", _are_attentions),
     "output_gate": ("true or false", _is_flag),
     "indexed": ("true or false", _is_flag),
+    "stacked": ("true or false", _is_flag),
     "scores": (f"one of {', '.join(SCORES)}", lambda value: value in SCORES),
     "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
     "scalings": ("a list of texts", _are_texts),
@@ -172,6 +173,8 @@ class ModelClass:
     output_gate: bool = False
     #: An indexer chooses the tokens that attention sees.
     indexed: bool = False
+    #: The experts of a layer are written as one tensor, as the hub has them.
+    stacked: bool = False
     #: How the router of a mixture scores experts.
     scores: str = "softmax"
     #: Each set of biases that it may have.

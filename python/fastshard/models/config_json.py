@@ -36,7 +36,11 @@ def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     text = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
     if text is None:
         return None
-    return {**{key: value for key, value in config.items() if not isinstance(value, (Mapping, list))}, **text}
+    shared = {key: value for key, value in config.items() if not isinstance(value, (Mapping, list))}
+    # The output layer is that of the whole model. source: transformers modeling_utils.py (tie_weights)
+    tie = {key: shared[key] for key in ("tie_word_embeddings",) if key in shared}
+    kind = text.get("model_type") or f"{config.get('model_type')}_text"
+    return {**shared, **text, **tie, "model_type": kind}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
     if of.latent:
         facts["q_lora"] = model.attention.latent_queries
     if model.experts is not None:
-        facts |= {"stacked_experts": False, "stacked_further_experts": False}
+        facts |= {"stacked_experts": of.stacked, "stacked_further_experts": False}
         facts |= {"shared_experts": model.experts.shared, "shared_expert": model.experts.shared_gate}
     return facts
 

@@ -64,23 +64,35 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found = {key: value for key, value in found.items() if key not in of_heads}
         found |= of_latent
         lacking += unlike
-    elif "experts" in settings:
-        found |= _read_config_of_experts(config, settings)
+    else:
+        found |= _read_config_of_delta(config, settings)
+        found |= _read_config_of_experts(config, settings) if "experts" in settings else {}
     if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
         lacking.append(Lack("hidden_act", "silu", shown(act)))
     return found, lacking
-
-
-#: Sizes of a shared expert and of gated delta nets by their names in config.json, as arguments.
-_OF_QWEN = {key: key for key in (*OF_DELTA.values(), DELTA_VALUES)} | {
-    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"
-}
 
 
 def _count_layers(settings: Mapping[str, Any]) -> int | None:
     """Return the number of layers that a config states; None for one that no list of layers can have."""
     layers = settings.get("num_hidden_layers")
     return layers if isinstance(layers, int) and layers <= MOST_LAYERS else None
+
+
+def _read_config_of_delta(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the settings of gated delta nets that a config.json states, as arguments.
+
+    Args:
+        config: the content of the file.
+        settings: what :func:`.read_settings` found in it.
+    """
+    found = {key: config[key] for key in (*OF_DELTA.values(), DELTA_VALUES) if config.get(key) is not None}
+    layers, types = _count_layers(settings), config.get("layer_types")
+    every = config.get("full_attention_interval")
+    if isinstance(types, list) and ("linear_attention" in types or found):
+        found["linear_attention_freq"] = [int(one == "linear_attention") for one in types]
+    elif isinstance(layers, int) and isinstance(every, int) and every > 0:
+        found["linear_attention_freq"] = [int((layer + 1) % every != 0) for layer in range(layers)]
+    return found
 
 
 def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,18 +102,12 @@ def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, An
         config: the content of the file.
         settings: what :func:`.read_settings` found in it.
     """
-    found = {to: config[key] for key, to in _OF_QWEN.items() if config.get(key) is not None}
+    found: dict[str, Any] = {}
+    if (shared := config.get("shared_expert_intermediate_size")) is not None:
+        found["moe_shared_expert_intermediate_size"] = shared
     if isinstance(normalised := config.get("norm_topk_prob"), bool):
         found["moe_router_pre_softmax"] = not normalised
-    layers, types = _count_layers(settings), config.get("layer_types")
-    if isinstance(types, list) and "linear_attention" in types:
-        found["linear_attention_freq"] = [int(one == "linear_attention") for one in types]
-    elif (
-        isinstance(layers, int)
-        and isinstance(every := config.get("full_attention_interval"), int)
-        and every > 0
-    ):
-        found["linear_attention_freq"] = [int((layer + 1) % every != 0) for layer in range(layers)]
+    layers = _count_layers(settings)
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if isinstance(layers, int) and isinstance(dense, list) and isinstance(step, int) and step > 0:
         pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
@@ -151,7 +157,10 @@ def _read_config_of_latent(
         if config.get(key) not in (None, value)
     ]
     layers, dense = _count_layers(settings), config.get("first_k_dense_replace")
-    if isinstance(layers, int) and isinstance(dense, int) and 0 <= dense <= layers:
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        found["moe_layer_freq"] = [int(kind != "dense") for kind in kinds]
+    elif isinstance(layers, int) and isinstance(dense, int) and 0 <= dense <= layers:
         found["moe_layer_freq"] = [0] * dense + [1] * (layers - dense)
     shared, expert = config.get("n_shared_experts"), settings.get("expert_size")
     if isinstance(shared, int) and isinstance(expert, int):

@@ -167,6 +167,8 @@ def describe(
         source.model = replace(model, no_table=by, unloaded=(outer + changed[0], _OWN_NAMES))
         return
     layout = config_json.layout_of(config, label)
+    if layout is not None and _is_spelled_otherwise(layout, config, stored):
+        layout = None
     beside = None if path is None else _quantiser_beside(listing, path)
     why = _why_not(config, layout, names, beside)
     source.model = replace(model, dialect=huggingface.DIALECT, no_table=why)
@@ -202,7 +204,12 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     stored = {name.removeprefix(outer) for name in names}
     label = None if model.config_file is None else str(model.config_file)
     layout = config_json.layout_of(config, label)
-    if layout is None or wrapped(stored) is not None or _why_not(config, layout, names, None) is not None:
+    if (
+        layout is None
+        or _is_spelled_otherwise(layout, config, stored)
+        or wrapped(stored) is not None
+        or _why_not(config, layout, names, None) is not None
+    ):
         return source
     plain = source.thaw()
     plain.model = replace(model, dialect=huggingface.DIALECT, no_table=None)
@@ -513,6 +520,16 @@ def _names_most(layout: str, names: Iterable[str]) -> bool:
     table = tables.table(layout)
     layered = [name for name in names if _LAYER.match(name)]
     return bool(layered) and 2 * sum(table.rule_of(name) is not None for name in layered) > len(layered)
+
+
+def _is_spelled_otherwise(layout: str, config: dict[str, Any], names: Collection[str]) -> bool:
+    """Return True for names that the table does not spell, of a model whose names have several spellings.
+
+    transformers, which renames them when it loads and saves, is asked for its list of such a model.
+    """
+    several = any(rule.name.startswith("(") for rule in tables.table(layout).rules)
+    is_composite = config_json.find_text_config(config) is not None
+    return (several or is_composite) and not _names_most(layout, names)
 
 
 def _own(name: str, base: str, prefix: str) -> str:

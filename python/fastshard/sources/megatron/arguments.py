@@ -13,6 +13,7 @@ from typing import Any
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
+from ...layouts import tables
 from ...layouts.declaration import Description, Evidence, Source
 from ...models import config_json, megatron, megatron_config, megatron_sizes
 from ...models.model import Lack, Model
@@ -234,7 +235,10 @@ def find_required_class(options: Options) -> str | None:
     """Return the ``model_type`` that ``--config`` states; None if it states none."""
     config = _find_config_of_text(options) or {}
     model_type = config.get("model_type") if is_config_json(config) else None
-    return model_type if isinstance(model_type, str) else None
+    if not isinstance(model_type, str):
+        return None
+    classes, of_text = tables.classes(), f"{model_type}_text"
+    return of_text if model_type not in classes and of_text in classes else model_type
 
 
 def describe(

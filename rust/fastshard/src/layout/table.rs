@@ -55,7 +55,11 @@ impl Condition {
 
     /// This condition and another.
     fn and(mut self, other: &Condition) -> Condition {
-        self.terms.extend(other.terms.iter().cloned());
+        for term in &other.terms {
+            if !self.terms.contains(term) {
+                self.terms.push(term.clone());
+            }
+        }
         self
     }
 

@@ -193,9 +193,9 @@ impl Table {
             table.tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
         }
         table.check_axes().map_err(fail)?;
-        table.take_repeats(raw.repeat);
+        let inherited_repeats = table.take_repeats(raw.repeat);
         table.put_prefix(raw.prefix).map_err(fail)?;
-        table.repeat_rules().map_err(fail)?;
+        table.repeat_rules(inherited_repeats).map_err(fail)?;
         let own = table.configure(raw.config, &raw.sets).map_err(fail)?;
         table.put_kept(&raw.keep).map_err(fail)?;
         table.leave_out(own);

@@ -1,8 +1,10 @@
 //! Rules that hold again below another name: layers that are built as others are.
 
+use std::collections::BTreeSet;
+
 use serde::Deserialize;
 
-use super::{Condition, Entry, Table};
+use super::{Condition, Entry, Pattern, Table};
 
 /// `[[repeat]]`: the rules whose names begin with one of `below` hold again with `name` in the place of that beginning.
 #[derive(Debug, Clone, Deserialize)]
@@ -20,21 +22,47 @@ impl Repeat {
             *name = other(name).unwrap_or_else(|| name.clone());
         }
     }
+
+    /// Refuses a name without the axes that the repeated names have: one tensor would be that of all positions.
+    fn check_axes(&self) -> Result<(), String> {
+        let axes = |text: &str| -> Result<BTreeSet<String>, String> {
+            Ok(Pattern::parse(text)?.variables().map(|variable| variable.axis.clone()).collect())
+        };
+        let have = axes(&self.name)?;
+        for below in &self.below {
+            let wanted = axes(below)?;
+            if wanted != have {
+                let text =
+                    |axes: &BTreeSet<String>| axes.iter().map(|a| format!("{{{a}}}")).collect::<String>();
+                return Err(format!(
+                    "repeat of {below:?}: {:?} has the axes {:?}, not {:?}",
+                    self.name,
+                    text(&have),
+                    text(&wanted)
+                ));
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Table {
-    /// Takes the repeats of its own, each in the place of an inherited one of the same `name`.
-    pub(super) fn take_repeats(&mut self, own: Vec<Repeat>) {
+    /// Takes the repeats of its own, each in the place of an inherited one of the same `name` and `when`. Returns how many
+    /// are inherited.
+    pub(super) fn take_repeats(&mut self, own: Vec<Repeat>) -> usize {
         self.repeats.retain(|inherited| {
             own.iter().all(|own| (&own.name, &own.when) != (&inherited.name, &inherited.when))
         });
+        let inherited = self.repeats.len();
         self.repeats.extend(own);
+        inherited
     }
 
-    /// Adds the rules that hold again.
-    pub(super) fn repeat_rules(&mut self) -> Result<(), String> {
+    /// Adds the rules that hold again. The first repeats are `inherited`: what they repeat may be dropped.
+    pub(super) fn repeat_rules(&mut self, inherited: usize) -> Result<(), String> {
         let mut again: Vec<Entry> = Vec::new();
-        for repeat in &self.repeats {
+        for (i, repeat) in self.repeats.iter().enumerate() {
+            repeat.check_axes()?;
             let own = repeat.when.as_deref().map(Condition::parse).transpose()?.unwrap_or_default();
             for below in &repeat.below {
                 let rules = self
@@ -46,7 +74,7 @@ impl Table {
                     let entry = entry.renamed(&format!("{}{rest}", repeat.name))?;
                     again.push(Entry { is_repeated: true, when: entry.when.and(&own), ..entry });
                 }
-                if again.len() == before {
+                if i >= inherited && again.len() == before {
                     return Err(format!("repeat of {below:?}: no tensor's name begins with it"));
                 }
             }
@@ -116,6 +144,9 @@ mod tests {
         let child = Table::extending(child, Some(&table)).unwrap();
         let prefixed = "(text.|model.)layers.{L in main}.qkv";
         assert_eq!(names(&child), ["(text.|model.)norm", prefixed, "mtp.{L of mtp}.qkv"]);
+        // What an inherited one repeats may be dropped.
+        let bare = "layout = \"bare\"\nfamily = \"toy\"\nextends = \"further\"\ndrop = [\"q\"]";
+        assert_eq!(names(&Table::extending(bare, Some(&table)).unwrap()), ["model.norm"]);
     }
 
     #[test]
@@ -130,6 +161,7 @@ mod tests {
             ("\"further\"", "\"further |\"", "write facts joined by"),
             ("mtp.{L of mtp}.", "mtp.{L.", "mtp.{L."),
             ("below", "under", "unknown field"),
+            ("mtp.{L of mtp}.", "mtp.", "has the axes"),
         ] {
             let message = Table::parse(&FURTHER.replace(find, replace)).unwrap_err().to_string();
             assert!(message.contains(wanted), "{wanted:?} not in {message}");
