@@ -10,7 +10,7 @@ import delta_maker
 import moe_maker
 import pytest
 import torch
-from helpers import cli, edit_safetensors, load_pt, read_result
+from helpers import ask_transformers_here, cli, edit_safetensors, load_pt, read_result
 from megatron_trips import convert, same, to_hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -148,8 +148,11 @@ def test_the_text_model_beside_a_tower_is_converted_and_comes_back(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_tensor_of_a_tower_is_missed(kind: str, tmp_path: Path) -> None:
+def test_a_lost_tensor_of_a_tower_is_missed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The table describes the text model; transformers lists the tower."""
+    ask_transformers_here(monkeypatch, tmp_path / "cache")
     want = delta_maker.save_with_tower(tmp_path / "hf", kind=kind)
     assert cli("merge", tmp_path / "hf", tmp_path / "out").code == 0
     lost = "model.visual.blocks.0.attn.qkv.weight"

@@ -15,6 +15,7 @@ from ..common.records import dataclass, field, replace
 from ..findings.causes import Causes, causes_of
 from ..layouts import tables as layouts
 from ..layouts.declaration import Optimizer, Source
+from ..models.config_json import find_text_config
 from ..targets.base import Target
 from ..targets.form import Form
 from ..targets.registry import TARGETS, keeps_all
@@ -98,6 +99,17 @@ class Opened:
         """Find the causes among findings, which account for what is missing because of them."""
         paths = [file.path for file in self.files]
         return causes_of(findings, source or self.source, paths, self.catalog.names, self.labels)
+
+    @property
+    def is_composite(self) -> bool:
+        """True for a model of Hugging Face with towers, of which a table describes the text model alone."""
+        model = self.source.model
+        return bool(model.hf_names) and find_text_config(model.config or {}) is not None
+
+    @property
+    def is_described(self) -> bool:
+        """True if a table describes the whole model."""
+        return self.source.binding.layout is not None and not self.is_composite
 
     @property
     def listed(self) -> ExpectedTensors | None:

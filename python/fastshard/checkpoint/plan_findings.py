@@ -130,10 +130,13 @@ def _without_state(optimizer: bool, needed_by: str | None) -> str:
 
 
 def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evidence | None:
-    """Collect what a Hugging Face model without a table states about itself; return None for other models."""
+    """Collect what a Hugging Face model that no table describes states about itself; return None for others.
+
+    Of a model with towers a table describes the text model alone.
+    """
     model, source, draft = opened.source.model, merged.source, merged.draft
     by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
-    if source.binding.layout is not None or model.is_part or not (model.hf_names or by_config):
+    if opened.is_described or model.is_part or not (model.hf_names or by_config):
         return None
     if request.include or request.exclude or request.optimizer:
         # All of the model, and nothing else.

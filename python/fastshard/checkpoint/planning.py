@@ -417,7 +417,8 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
             opened.quantised.by_tensor, {n.removeprefix(source.names.prefix) for n in taken_names}
         )
     # A reference says more than a model's own layers.
-    seen = None if opened.reference is not None else evidence(opened, draft.merged, request)
+    merged = _with_own_names(draft)
+    seen = None if opened.reference is not None else evidence(opened, merged, request)
     by_list: list[Finding] = []
     why = "" if opened.promised is None else opened.promised.why
     if seen is not None:
@@ -428,21 +429,11 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
             from .promised import beside_list, compare_with_list
 
             named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-            by_list, reason = compare_with_list(opened, request, draft.merged, named)
+            by_list, reason = compare_with_list(opened, request, merged, named)
             why = reason or why
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
         findings += [*by_layers, *by_list]
-    elif opened.promised is not None and source.binding.layout is not None and not source.model.headless:
-        from .promised import compare_with_list
-
-        # The table describes the text model alone, the list its towers too.
-        named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-        by_list, why = compare_with_list(opened, request, draft.merged, named)
-        if request.to not in (None, "hf"):
-            # The names are those of another framework.
-            by_list = [finding for finding in by_list if finding.code != codes.NOT_LOADED]
-        findings += draft.causes.left(by_list)
     elif opened.promised is not None:
         from .promised import refused_names
 
@@ -459,11 +450,22 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
         findings += draft.causes.left(compared(opened, opened.reference, request, draft.merged, named))
     if draft.parts and not request.is_narrowed and not _accounts_for_parts(draft):
-        listed = source.binding.layout is not None or opened.listed is not None
+        listed = opened.is_described or opened.listed is not None
         both_found = [*draft.findings, *draft.found]
         findings = find_missing_parts(source, draft.parts, draft.names, both_found, findings, listed=listed)
     findings += _odd_dtypes(draft)
     return findings + words(source, draft.axes, request.tokenizer)
+
+
+def _with_own_names(draft: _Draft) -> Merged:
+    """Return the draft with the model's own names, which that of another framework's target has not."""
+    merged = draft.merged
+    has_own = draft.target is None or draft.request.to == "hf"
+    if has_own or not draft.opened.is_composite:
+        return merged
+    core_request = CoreRequest(merged.source, draft.request.weights, mean_replicas=True)
+    core = draft_of(draft.opened.catalog, core_request)
+    return replace(merged, draft=core, core_request=core_request)
 
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:

@@ -15,7 +15,7 @@ from ..common.records import dataclass, replace
 from ..findings.proof import listed_by
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
-from ..models.config_json import QUANTISED, find_text_config
+from ..models.config_json import QUANTISED
 from ..sources.hf_config import AUTO_MAP
 from .drafting import Merged, Opened, Promised
 
@@ -70,14 +70,13 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
 
     Of a model with towers a table describes the text model alone.
     """
-    source, model = opened.source, opened.source.model
+    model = opened.source.model
     config = model.config or {}
-    is_described = source.binding.layout is not None and find_text_config(config) is None
     return (
         opened.asks_transformers
         and opened.promised is None
         and opened.reference is None
-        and (not is_described or (for_hf and model.headless is not None))
+        and (not opened.is_described or (for_hf and model.headless is not None))
         and not model.is_part
         and not opened.quantised.is_unstated
         and bool(model.hf_names or model.no_table)

@@ -308,7 +308,8 @@ def _take_layout(
     source.binding.axes, source.binding.facts, source.binding.sets = config_json.described(
         config, label, stored, layout
     )
-    source.index.is_provable = True
+    # Of a model with towers a table describes the text model alone.
+    source.index.is_provable = config_json.find_text_config(config) is None
     if outer or prefix != base:
         table = _prefixed(layout, base, prefix.removeprefix(outer))
         source.binding.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
