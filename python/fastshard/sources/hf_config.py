@@ -528,7 +528,9 @@ def _is_spelled_otherwise(layout: str, config: dict[str, Any], names: Collection
 
     transformers, which renames them when it loads and saves, is asked for its list of such a model.
     """
-    several = any(rule.name.startswith("(") for rule in tables.table(layout).rules)
+    several = any(
+        rule.name.startswith("(") and "layers.{L" in rule.name for rule in tables.table(layout).rules
+    )
     is_composite = config_json.find_text_config(config) is not None
     return (several or is_composite) and not _names_most(layout, names)
 
