@@ -367,7 +367,6 @@ class Megatron:
             "rotary_base": int(model.rope.base or 10000),
             "rotary_percent": model.rope.share,
             "rotary_interleaved": False,
-            "mtp_num_layers": axes["L"] - layers or None,
             "hidden_dropout": 0.0,
             "attention_dropout": (model.config or {}).get("attention_dropout", 0.0),
             "tokenizer_type": "HuggingFaceTokenizer",
@@ -381,6 +380,8 @@ class Megatron:
         if model.experts is not None:
             written.append("experts.best")
             out |= write_experts(model, model.experts, axes)
+        elif model.further_layers:
+            out["mtp_num_layers"] = axes["L"] - layers
         findings = model.list_assumptions(*written, file=file)
         if model.attention.indexed is not None:
             findings.append(_note_order_of_indexer(file))

@@ -169,6 +169,7 @@ def write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> di
         "moe_router_group_topk": experts.best_groups if experts.groups > 1 else None,
         "moe_shared_expert_intermediate_size": axes["S"] if experts.shared else None,
         "moe_shared_expert_gate": experts.shared_gate,
+        "mtp_num_layers": axes["L"] - layers or None,
     }
     if experts.scores == "sigmoid":
         # transformers scores in float32.
