@@ -152,7 +152,11 @@ mod tests {
     #[test]
     fn what_cannot_hold_again_is_refused() {
         for (find, replace, wanted) in [
-            ("[\"model.layers.{L in main}.\"]", "[\"layers.\"]", "no tensor's name begins with it"),
+            (
+                "[\"model.layers.{L in main}.\"]",
+                "[\"layers.{L in main}.\"]",
+                "no tensor's name begins with it",
+            ),
             (
                 "mtp.{L of mtp}.\"\n        when = \"further",
                 "model.layers.{L in main}.\"\n        when = \"bias",
