@@ -298,3 +298,15 @@ def test_a_file_that_is_not_there_changes_no_result(file: str, llava: Any, tmp_p
         assert_is_whole(tmp_path, "LlavaForConditionalGeneration", results(llava.eval()))
     else:
         assert ran.code and ran.errors and not (tmp_path / "out").exists(), ran.out
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {"of": "llama"}, 3])
+def test_a_model_type_that_is_no_text_is_that_of_no_part(
+    model_type: object, llava: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "original/config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["model_type"] = model_type
+    path.write_text(json.dumps(config))
+    ran = merge(tmp_path)
+    assert ran.code != 0 and not ran.having("FS520") and not (tmp_path / "out").exists(), ran.out

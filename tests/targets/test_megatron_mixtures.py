@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import FIXTURES, cli, copy, edit_pt, edit_safetensors, load_pt, read_result, sha256
+from megatron_trips import same, to_hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -34,21 +35,9 @@ def convert(source: Path, out: Path, form: str, degrees: tuple[int, int, int, in
     assert ran.code == 0, ran.out
 
 
-def to_hf(source: Path, out: Path) -> dict[str, torch.Tensor]:
-    ran = cli("convert", source, out, "--to", "hf", "--vocab-size", 250)
-    assert ran.code == 0, ran.out
-    return read_result(out)
-
-
 def change_config(folder: Path, key: str, value: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-
-
-def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert have.keys() == want.keys()
-    for name, tensor in want.items():
-        assert have[name].dtype == tensor.dtype and torch.equal(have[name], tensor), name
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -141,9 +141,9 @@ def find(
 def _is_of_one_class(one: Any, other: Any) -> bool:
     """Return True for two model types of one class: Kimi-K2 is a DeepSeek-V3 by another name."""
     classes = tables.classes()
-    if one == other or one not in classes or other not in classes:
-        return bool(one == other)
-    return classes[one].architecture == classes[other].architecture
+    found = [classes.get(kind) for kind in (one, other) if isinstance(kind, str)]
+    architectures = [of.architecture for of in found if of is not None]
+    return bool(one == other) or (len(architectures) == 2 and len(set(architectures)) == 1)
 
 
 def is_of_tokens(name: str) -> bool:

@@ -37,10 +37,12 @@ def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if text is None:
         return None
     shared = {key: value for key, value in config.items() if not isinstance(value, (Mapping, list))}
-    # The output layer is that of the whole model. source: transformers modeling_utils.py (tie_weights)
-    tie = {key: shared[key] for key in ("tie_word_embeddings",) if key in shared}
     kind = text.get("model_type") or f"{config.get('model_type')}_text"
-    return {**shared, **text, **tie, "model_type": kind}
+    found = {**shared, **text, "model_type": kind}
+    if "tie_word_embeddings" in shared:
+        # The output layer is that of the whole model. source: transformers modeling_utils.py (tie_weights)
+        found["tie_word_embeddings"] = shared["tie_word_embeddings"]
+    return found
 
 
 @dataclass(frozen=True)
