@@ -241,7 +241,7 @@ def test_a_config_that_cannot_be_built(
 ) -> None:
     def answer(question: dict[str, Any], *_: object) -> dict[str, Any]:
         where = {name: tmp_path / f"{name}.json" for name in ("asked", "answer")}
-        where["asked"].write_text(json.dumps(question | {"path": [], "memory": -1}))
+        where["asked"].write_text(json.dumps(question | {"path": [], "memory": -1, "processor_seconds": 0}))
         transformers_worker.main(*map(str, where.values()))
         return json.loads(where["answer"].read_text())  # type: ignore[no-any-return]
 
@@ -254,7 +254,9 @@ def test_a_config_that_cannot_be_built(
 
 def test_a_worker_that_takes_too_long_or_too_much_is_ended(tmp_path: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    assert "it takes longer than 0.01 s" in str(refused(config, tmp_path / "a", timeout=0.01))
+    assert "it takes longer than 0.1 s" in str(refused(config, tmp_path / "a", timeout=0.01))
+    # An import of torch takes more than a second of a processor.
+    assert "it takes more than 1 s of processor time" in str(refused(config, tmp_path / "a", timeout=1))
     assert refused(config, tmp_path / "a", memory=32 << 20).code == "FS514"
 
 

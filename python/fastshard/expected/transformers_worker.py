@@ -287,6 +287,11 @@ def main(question_file: str, answer: str) -> int:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     question = json.loads(Path(question_file).read_text("utf-8"))
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
+    if (seconds := question["processor_seconds"]) > 0:
+        # SIGXCPU ends it: the parent tells this limit from the others by it.
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        soft = seconds if hard == resource.RLIM_INFINITY else min(seconds, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
     sys.path += [path for path in question["path"] if path not in sys.path]
     found = answer_to(question)
     Path(answer).write_text(json.dumps(found), "utf-8")
