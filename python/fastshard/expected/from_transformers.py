@@ -69,7 +69,7 @@ def expected_tensors(
 
     Args:
         path: a config.json, or a directory that has one.
-        timeout: limit in seconds of processor time. The process ends after ten times as long by the clock too.
+        timeout: limit in seconds of processor time; by the clock, the process ends after ten times as long.
         memory: limit in bytes on the private memory of the process.
         cache: False to neither read nor store a list.
 
