@@ -216,3 +216,20 @@ def test_models_that_the_trainer_does_not_have_are_refused(tmp_path: Path) -> No
             tmp_path / kind / "config.json",
         )
         assert ran.code == 2 and "torchtitan has no model of the type" in json.dumps(ran.errors), ran.out
+
+
+def test_a_computation_that_the_trainer_does_not_have_is_refused(tmp_path: Path) -> None:
+    """No tensor shows it: an activation, and a scaled rotary embedding."""
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for name, changes, word in (
+        ("gelu", {"hidden_act": "relu"}, "hidden_act"),
+        ("scaled", {"rope_parameters": scaled}, "rope"),
+    ):
+        model("llama", tmp_path / name)
+        config = tmp_path / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+        for to in ("dcp:torchtitan", "dcp:olmo_core"):
+            ran = cli("convert", tmp_path / name, tmp_path / "out", "--to", to)
+            (finding,) = ran.errors
+            assert ran.code == 2 and finding["code"] == "FS514", ran.out
+            assert f"has no Llama model with this {word}" in finding["message"]

@@ -46,6 +46,15 @@ MODELS: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
+#: Rotary embeddings scaled by YaRN.
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 @cache
 def model(kind: str) -> Any:
     return MODELS[kind][0]()
@@ -222,9 +231,11 @@ def test_layers_that_predict_further_tokens_are_refused_by_name(tmp_path: Path) 
     own = {f"model.layers.4.{n}.weight": torch.ones(size) for n, size in sizes.items()}
     source = hf("deepseek", tmp_path / "in", layer | own, num_nextn_predict_layers=1)
     assert fastshard.plan(fastshard.open(source)).findings == []
-    ran = assert_refused(source, tmp_path / "out", "FS207", command=("convert", "--to", "dcp:torchtitan"))
-    assert {f["tensor"] for f in ran.errors} == own.keys()
-    assert all("no place" in f["message"] for f in ran.errors)
+    ran = assert_refused(
+        source, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "dcp:torchtitan")
+    )
+    (finding,) = ran.errors
+    assert "torchtitan has no DeepSeek-V3 model with this number of layers that predict" in finding["message"]
 
 
 def test_a_bias_of_attention_that_torchtitan_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -233,10 +244,44 @@ def test_a_bias_of_attention_that_torchtitan_does_not_have_is_refused(tmp_path: 
         ("deepseek", deepseek_maker.model(attention_bias=True)),
     ):
         network.save_pretrained(tmp_path / kind)
-        biases = {n for n in load_file(tmp_path / kind / "model.safetensors") if n.endswith(".bias")}
         command = ("convert", "--to", "dcp:torchtitan")
-        ran = assert_refused(tmp_path / kind, tmp_path / "out", "FS207", command=command)
-        assert {f["tensor"] for f in ran.errors} == biases and biases
+        ran = assert_refused(tmp_path / kind, tmp_path / "out", "FS514", exit=2, command=command)
+        (finding,) = ran.errors
+        assert "model with this set of biases" in finding["message"] and finding["expected"] == "on none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "word"),
+    [
+        ("qwen", {"hidden_act": "gelu"}, "hidden_act"),
+        ("qwen", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding window"),
+        ("qwen", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope"),
+        ("deepseek", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope"),
+        ("deepseek", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek", YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "rope_scaling (mscale)"),
+        ("deepseek", YARN | {"attention_factor": 1.5}, "rope_scaling (attention_factor)"),
+        ("deepseek", YARN, "rope_scaling (mscale_all_dim)"),
+    ],
+)
+def test_a_computation_that_torchtitan_does_not_have_is_refused(
+    kind: str, changes: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    """No tensor shows any of these."""
+    if "factor" in changes:
+        changes = {"rope_parameters": changes}
+    source = hf(kind, tmp_path / "in", **changes)
+    ran = assert_refused(
+        source, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "dcp:torchtitan")
+    )
+    (finding,) = ran.errors
+    assert f"model with this {word}" in finding["message"], finding
+
+
+def test_weights_that_are_not_normed_are_left_to_the_code_of_the_run(tmp_path: Path) -> None:
+    """torchtitan's own Qwen3-MoE norms the weights of the chosen experts, and no tensor shows it."""
+    source = hf("qwen", tmp_path / "in", norm_topk_prob=False)
+    (finding,) = fastshard.plan(source, "dcp:torchtitan").findings
+    assert finding.severity == "warning" and finding.expected == "route_norm=False in the code of the run"
 
 
 def test_a_mixture_that_torchtitan_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from ..common.target_options import STACKED_EXPERTS, TP
 from ..layouts import naming_schemes, tables
 from ..layouts.dcp_names import METADATA, chunk_name
 from ..layouts.declaration import Source
-from ..models import config_json
+from ..models import config_json, dcp_trainers
+from ..models.model import Model, read_model
 from .base import Bound, Completed, Target, positive
 from .form import Form
 from .huggingface import HfTarget
@@ -122,6 +123,8 @@ class DcpTarget(Target):
     name: str = "dcp"
     #: Whose names the tensors have, if not Hugging Face's.
     spelling: str | None = None
+    #: What that trainer must compute, where the class of transformers is known.
+    model: Model | None = None
     names = ("dcp", *_SPELLED)
     options = (TP, STACKED_EXPERTS)
     takes_any_head = holds_optimizer = takes_slots = True
@@ -167,11 +170,16 @@ class DcpTarget(Target):
                 help="write it under Hugging Face's names",
                 run=["--to dcp"],
             )
+        model = whole.model
+        if model is None and source.model.dialect is not None and kind in tables.classes():
+            model = read_model(source)
+        if model is not None:
+            dcp_trainers.refuse(spelling, model)
         # The order of that framework's rows may depend on what the names of Hugging Face do not.
         config = (source.model.config or {}) if whole.kind is None else {}
         table = str(naming_schemes.table_of(spelling, whole.layout))
         whole.facts = config_json.described(config | {"model_type": kind}, layout=table)[1] | whole.facts
-        return cls(whole, tp, to, spelling)
+        return cls(whole, tp, to, spelling, model)
 
     @property
     def keeps_names(self) -> bool:
@@ -214,7 +222,12 @@ class DcpTarget(Target):
             records.scalar("__0_0.distcp", name)
         for key, value in values.items():
             records.value("__0_0.distcp", key, value)
-        return replace(whole, files=records.files(), pointers=(METADATA,), constants=constants)
+        findings = whole.findings
+        if self.spelling is not None and self.model is not None:
+            findings = [*findings, *dcp_trainers.warn_of_routing(self.spelling, self.model, "config.json")]
+        return replace(
+            whole, findings=findings, files=records.files(), pointers=(METADATA,), constants=constants
+        )
 
 
 def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, int]], dict[str, Any]]:
