@@ -122,6 +122,6 @@ def warn_of_routing(spelling: str, model: Model, file: str) -> list[Finding]:
             # source: torchtitan models/{qwen3,deepseek_v3}/__init__.py
             expected="route_norm=False in the code of the run",
             got=f"{model.word('experts.normalised', 'norm_topk_prob')} is false",
-            help="run it with a config of its own, a copy of the class's with that setting",
+            help="copy torchtitan's config of the model, and set route_norm=False in it",
         )
     ]
