@@ -13,10 +13,12 @@ from ...common.records import dataclass, replace
 from ...layouts.declaration import Assembled, Binding, Blocks, Source, TreeInfo
 from ...layouts.maxtext_names import FILE as MODEL_FILE
 from ...models import maxtext_sizes
+from .. import hf_config
+from .. import levanter as levanter_model
 from .. import maxtext as maxtext_model
 from .. import paxml as paxml_model
 from ..base import Contents, Found, Options
-from . import completeness, stores
+from . import completeness, levanter_steps, stores
 from .completeness import Evidence
 from .file_snapshot import Files
 from .find_items import Place, choose, chunk_without_metadata, find
@@ -89,6 +91,11 @@ class Orbax:
         seen = OrbaxFiles(tuple(places), union, tree, verdict, pieces)
         paxml = not places[0].ocdbt and tree is None
         framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
+        if places[0].is_levanter:
+            framework = "Levanter"
+            findings += levanter_steps.find_temporary(places[0].path(listing), evidence.where)
+            if lost := levanter_model.find_lost_model(union.arrays, evidence.where):
+                raise error_for([lost])
         return Found(
             self,
             framework,
@@ -152,6 +159,8 @@ class Orbax:
             maxtext_model.describe(source, arrays, config, path, stacked)
         elif paxml_model.is_train_state(arrays):
             paxml_model.describe(source, arrays, config, path)
+        elif place.is_levanter or levanter_model.is_train_state(arrays):
+            levanter_model.describe(source, arrays, *hf_config.config_of(listing, place.folder, options))
         return source
 
 
@@ -207,6 +216,7 @@ def _evidence(
         expected=expected,
         lost={k: why for h in union.parts for k, why in h.lost.items() if k not in union.keys},
         by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
+        is_shared=len(places) == 1 and places[0].is_levanter and places[0].ocdbt,
         where=places[0].label(listing),
     )
     return replace(evidence, present=completeness.at_hand(union.arrays, union.of_process, evidence))
@@ -285,7 +295,9 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         severity="warning" if accepted else None,
         decided="accept uncommitted" if accepted else None,
         file=places[0].label(listing),
-        expected="a directory without the mark of temporary ones, its processes' stores merged",
+        expected=levanter_steps.METADATA
+        if places[0].is_levanter
+        else "a directory without the mark of temporary ones, its processes' stores merged",
         help="choose another step with --step; or name the directories of all processes and accept it: every "
         "chunk is still proven to be there",
         run=["--accept uncommitted"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ...common import codes
@@ -51,6 +51,8 @@ class Evidence:
     lost: Mapping[str, str] = field(default_factory=dict)
     #: Arrays that one process wrote, with their metadata.
     by_primary: Set[str] = frozenset()
+    #: True if all processes write into one store, as Levanter's do.
+    is_shared: bool = False
     #: Where messages say that it is.
     where: str = ""
 
@@ -181,9 +183,11 @@ def judge(
         return verdict
     writers = Writers(arrays, keys, evidence.shardings, evidence.by_primary)
     open_ones = 0
+    widest = max((_count(a) for name, a in arrays.items() if name not in verdict.missing), default=0)
     for name, absent in verdict.missing.items():
+        is_whole = _is_left_out_whole(arrays[name], absent, evidence, widest)
         for index in absent:
-            match _left_out(arrays[name], index, evidence, writers):
+            match is_whole or _left_out(arrays[name], index, evidence, writers):
                 case True:
                     verdict.elided.setdefault(name, []).append(index)
                 case False:
@@ -199,6 +203,33 @@ def judge(
     else:
         verdict.findings = [_elided(arrays, verdict, evidence)]
     return verdict
+
+
+def _count(array: Array) -> int:
+    return math.prod(array.grid)
+
+
+def _is_left_out_whole(
+    array: Array, absent: Sequence[tuple[int, ...]], evidence: Evidence, widest: int
+) -> bool:
+    """Return True for an array that all processes left out of the store that they share.
+
+    Its first device belongs to the process that commits. Where processes wrote to disks of their own, that
+    one's store holds a part of each array; and no array that is divided among them is complete there.
+
+    Args:
+        array: the array.
+        absent: its missing chunks.
+        evidence: further evidence.
+        widest: most chunks of an array that is complete.
+    """
+    return (
+        evidence.is_shared
+        and evidence.committed
+        and array.fill is not None
+        and len(absent) == _count(array) <= widest
+        and not any(f"{array.name}/{array.key(index)}" in evidence.lost for index in absent)
+    )
 
 
 def _left_out(array: Array, index: tuple[int, ...], evidence: Evidence, writers: Writers) -> bool | None:
@@ -244,6 +275,8 @@ def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -
         + (
             f"the directories of all {evidence.implied} processes are here"
             if known
+            else "arrays of as many chunks are complete, in the store that all processes share"
+            if evidence.is_shared
             else "others of all the devices that held these are here, in stores that each process writes at "
             "once"
         ),

@@ -18,6 +18,7 @@ from ...layouts.nnx_names import MODEL_ITEM, OPTIMIZER_ITEM
 from .. import choose_step, step_names
 from ..base import Options
 from ..step_trackers import Step
+from . import levanter_steps
 from .zarr_metadata import METADATA
 
 #: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``,
@@ -75,6 +76,8 @@ class Place:
     plain: list[File] = field(default_factory=list)
     #: Folders in it that look like a further item: nothing says which of the two is meant.
     within: list[str] = field(default_factory=list)
+    #: It is a step of Levanter, in which each module may be a folder.
+    is_levanter: bool = False
 
     @property
     def ocdbt(self) -> bool:
@@ -104,6 +107,7 @@ class Place:
 def find(listing: Listing) -> list[Place]:
     """Find all directories with arrays."""
     places: dict[tuple[int, str], Place] = {}
+    levanter = levanter_steps.Steps(listing)
 
     def place(root: int, folder: str) -> Place:
         if (root, folder) not in places:
@@ -123,7 +127,13 @@ def find(listing: Listing) -> list[Place]:
             else:
                 place(file.root, folder).merged = True
         elif name in METADATA and folder:
-            place(file.root, folder.rpartition("/")[0]).plain.append(file)
+            holder = levanter.holder(file)
+            found = place(file.root, folder.rpartition("/")[0] if holder is None else holder)
+            found.is_levanter = found.is_levanter or holder is not None
+            found.plain.append(file)
+    for (root, folder), found in places.items():
+        found.is_levanter = found.is_levanter or levanter.is_step(root, folder)
+        found.committed = found.committed and not levanter.is_unfinished(root, folder, found.is_levanter)
     for root, folder in _chunk_folders(listing, places.values()):
         place(root, folder)
     for found in places.values():
@@ -140,7 +150,10 @@ def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, 
 
     source: measured with Orbax 0.6.3 without OCDBT; 0.12 without a store of array metadata
     """
-    names = {file.folder.rpartition("/")[2] for place in places for file in place.plain}
+    # The last part of all names in a step of Levanter is the same, and its steps are found by their metadata.
+    names = {
+        file.folder.rpartition("/")[2] for place in places if not place.is_levanter for file in place.plain
+    }
     found: set[tuple[int, str]] = set()
     seen: set[tuple[int, str]] = set()
     for file in listing.files if names else ():
@@ -257,6 +270,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
             newer step that cannot be used.
     """
     everywhere = list(places)
+    levanter_steps.refuse_part(listing)
     places = _once(listing, everywhere)
     chosen, findings = _of_step(listing, places, options)
     _refuse_other_steps(listing, everywhere, places, chosen)
@@ -269,7 +283,6 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     elif items == {OPTIMIZER_ITEM}:
         _refuse_optimizer_alone(listing, chosen)
     elif len(items) > 1:
-        _refuse_levanter(listing, chosen)
         raise FastshardError.of(
             codes.AMBIGUOUS,
             "several items hold arrays",
@@ -290,26 +303,6 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     first = [(p, {process.id for process in p.processes}) for p in chosen]
     first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
     return [place for place, _ in first], findings
-
-
-def _refuse_levanter(listing: Listing, chosen: Iterable[Place]) -> None:
-    """Raise an error if the arrays are those of a step of Levanter, each module in a folder of its own.
-
-    source: Levanter src/levanter/checkpoint.py (save_checkpoint, save_metadata)
-    """
-    for place in chosen:
-        for file in listing.files:
-            above = f"{file.folder}/" if file.folder else ""
-            if file.name != "metadata.json" or file.root != place.root or not place.folder.startswith(above):
-                continue
-            content = json_text.object_in(listing.read_text(file, limit=1 << 20)) or {}
-            if {"step", "timestamp", "is_temporary"} <= content.keys():
-                raise FastshardError.of(
-                    codes.UNSUPPORTED,
-                    "a checkpoint of Levanter is not read yet: its arrays have the names and axes of haliax",
-                    file=file.path,
-                    help="convert the model to Hugging Face with Levanter's own tool, and pass the result",
-                )
 
 
 def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:

@@ -1,0 +1,210 @@
+"""Levanter's train states: the model that their names show, and the table for it.
+
+source: Levanter trainer_state.py (TrainerState), checkpoint.py (save_checkpoint),
+    models/{llama,qwen,mistral}.py; haliax nn/scan.py (Stacked, BlockSeq)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .._core import Rule, Table
+from ..common import codes
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass
+from ..layouts import tables
+from ..layouts.declaration import Description, Evidence, Optimizer, Source
+from ..layouts.jax_train_states import LEFT_OUT, RANDOM
+from ..layouts.maxtext_names import Arrays
+from ..models import config_json, huggingface
+from ..models.model import Model
+
+_LAYOUT = "levanter.llama"
+#: Tables of Hugging Face whose models Levanter computes with the modules of its Llama.
+_OF_CONFIG = ("hf.llama",)
+_ROOT = "model/"
+#: Every language model of Levanter has one of these.
+_MODULES = ("embeddings/", "transformer/")
+#: What a train state has beside the model. source: Levanter trainer_state.py (TrainerState)
+_STATE = ("opt_state/", "model_averaging/", "training_key", "step")
+_REASONS = {"training_key": RANDOM}
+#: Layers apart, and what they are called where a scan stacks them along the first axis.
+_APART, _STACKED = "transformer/layers/blocks/{L}/", "transformer/layers/stacked/"
+#: Facts of the table by the tensors that show them.
+_SHOWN = {
+    "attention_bias": "self_attn/q_proj/bias",
+    "out_bias": "self_attn/o_proj/bias",
+    "qk_norm": "self_attn/q_norm/weight",
+    "mlp_bias": "mlp/up_proj/bias",
+}
+_EXPORT = (
+    "convert the model to Hugging Face with Levanter's own tool (levanter.main.export_lm_to_hf), and pass "
+    "the result"
+)
+
+
+def is_train_state(names: Collection[str]) -> bool:
+    """Return True if the names are those of a Levanter train state, or of its model."""
+    return any(name.removeprefix(_ROOT).startswith(_MODULES) and "/" in name for name in names)
+
+
+def find_lost_model(names: Collection[str], where: str) -> Finding | None:
+    """Report a step that holds what lies beside a model, and no model."""
+    if not names or not all(name.startswith(_STATE) for name in names):
+        return None
+    return Finding.of(
+        codes.MISSING_FILE,
+        "the model is missing: only the optimizer's state and the like of a Levanter step are there",
+        file=where,
+        expected="the folder model beside them",
+        got=", ".join(sorted({name.partition("/")[0] for name in names})),
+        help="copy the folder model from where the run saved the step, or choose another step with --step",
+    )
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The dialect of a Levanter model of which something is unknown; reading it raises the reason."""
+
+    name: ClassVar[str] = "Levanter"
+    finding: Finding
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """Raise the reason.
+
+        Raises:
+            FastshardError: always.
+        """
+        raise FastshardError([self.finding])
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of one train state, from which the table of a result is made."""
+
+    weights: Table
+    #: Names of what is no weight.
+    state: tuple[str, ...]
+
+    def __call__(self, step: bool, optimizer: bool) -> Table:
+        """Return the table of a conversion, which takes the model alone."""
+        left = [Rule.ignoring(name, _REASONS.get(name, LEFT_OUT)) for name in self.state]
+        return self.weights.with_rules([*self.weights.rules, *left])
+
+
+def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path: Path | None) -> None:
+    """Declare table, axes and facts of a Levanter step; a model without a table gets none.
+
+    Args:
+        source: the declaration.
+        arrays: dtype and shape of each array, by name.
+        config: a Hugging Face ``config.json``: no step states more of its model than the shapes.
+        path: its file.
+
+    Raises:
+        FastshardError: ``FS211`` for values of the config that have the wrong type.
+    """
+    source.framework, source.binding.pass_unknown = "Levanter", True
+    root = _ROOT if any(name.startswith(_ROOT) for name in arrays) else ""
+    beside = tuple(name for name in arrays if root and not name.startswith(root))
+    own = {name.removeprefix(root) for name in arrays if name.startswith(root)}
+    table = _table(tables.table(_LAYOUT), is_stacked=any(name.startswith(_STACKED) for name in own))
+    strange = sorted(name for name in own if table.rule_of(name) is None)
+    if strange:
+        _take_unknown(source, config, root + strange[0])
+        return
+    label = str(path) if path is not None else None
+    source.model = _describe_model(source, config, path, label)
+    source.binding.layout = _LAYOUT
+    weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
+    source.binding.table, source.optimizer = weights, Optimizer(rules=Rules(weights, beside))
+    if source.model.spelling is None or config is None:
+        return
+    axes, facts, sets = config_json.described(config, label, own, _LAYOUT)
+    # Levanter pads the vocabulary so that it divides over the devices (round_axis_for_partitioning).
+    axes.pop("P", None)
+    if source.binding.vocab_size:
+        axes.pop("V", None)
+    source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets
+    source.index.is_provable = True
+    source.findings += _find_contradictions(config, facts, own, root, label or "the config")
+
+
+def _table(table: Table, *, is_stacked: bool) -> Table:
+    """Return the table of the form that is stored."""
+    if not is_stacked:
+        return table
+    rules = [
+        rule.stacked("L", 0).renamed(rule.name.replace(_APART, _STACKED)) if _APART in rule.name else rule
+        for rule in table.rules
+    ]
+    return table.with_rules(rules)
+
+
+def _take_unknown(source: Source, config: dict[str, Any] | None, strange: str) -> None:
+    """Declare a model that has no table: its tensors can be merged."""
+    finding = Finding.of(
+        codes.UNSUPPORTED,
+        "no layout for this Levanter model: its tensors can be merged, not converted to other layouts",
+        tensor=strange,
+        expected="a model of the Llama kind (llama, mistral, qwen2, qwen3)",
+        help=_EXPORT,
+    )
+    source.findings.append(finding.replace(severity="note"))
+    source.model = Description(config=config, dialect=Refused(finding))
+
+
+def _describe_model(
+    source: Source, config: dict[str, Any] | None, path: Path | None, label: str | None
+) -> Description:
+    """Return what is known of the model.
+
+    Names and shapes tell no Llama from a Gemma, and nothing of the base of rope.
+    """
+    if config is None:
+        finding = Finding.of(
+            codes.FACT_UNKNOWN,
+            "a step of Levanter does not say what its model computes (model_type, rope_theta, eps)",
+            help="pass the config.json of the model that it was started as, or of one of its exports; or "
+            "merge, which keeps the names",
+            run=["--config FILE", "fastshard merge CKPT OUT"],
+        )
+        return Description("llama", dialect=Refused(finding))
+    if config_json.layout_of(config, label) not in _OF_CONFIG:
+        finding = Finding.of(
+            codes.UNSUPPORTED,
+            f"no layout for a {shown(config.get('model_type'))} of Levanter",
+            file=label,
+            expected="a model of the Llama kind (llama, mistral, qwen2, qwen3)",
+            got=shown(config.get("model_type")),
+            help=_EXPORT,
+        )
+        return Description("llama", config, path, dialect=Refused(finding))
+    return Description("llama", config, path, dialect=huggingface.DIALECT, spelling="Levanter")
+
+
+def _find_contradictions(
+    config: dict[str, Any], facts: Mapping[str, bool], names: Collection[str], root: str, where: str
+) -> list[Finding]:
+    """Report tensors of parts that the model of the config does not have."""
+    found = {
+        fact: next((n for n in sorted(names) if n.endswith(f"/{end}")), None) for fact, end in _SHOWN.items()
+    }
+    if facts.get("tied") and "lm_head/weight" in names:
+        found["untied"] = "lm_head/weight"
+    return [
+        Finding.of(
+            codes.CONFIG_DISAGREES,
+            f"the config is of another model: a {shown(config.get('model_type'))} with its settings has no "
+            "such tensor",
+            file=where,
+            tensor=root + name,
+            help="pass the config of this checkpoint",
+            run=["--config FILE"],
+        )
+        for fact, name in found.items()
+        if name is not None and not facts.get(fact)
+    ]
