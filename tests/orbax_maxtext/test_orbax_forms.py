@@ -262,29 +262,3 @@ def test_without_tensorstore_it_is_said_how_to_get_it(
     monkeypatch.setitem(__import__("sys").modules, "tensorstore", None)
     ran = assert_refused(tmp_path / "items", tmp_path / "out", "FS514", exit=2)
     assert "pip install 'tensorstore" in ran.errors[0]["help"]
-
-
-def test_a_checkpoint_of_levanter_is_refused_by_name(tmp_path: Path) -> None:
-    """Each module is a folder of its own: to take one of them for an item would publish a module."""
-    step = tmp_path / "run/step-20"
-    for name in ("model/embeddings/token_embeddings/weight", "model/transformer/ln_f/weight"):
-        folder = step / name
-        folder.mkdir(parents=True)
-        metadata = {
-            "zarr_format": 2,
-            "shape": [4],
-            "chunks": [4],
-            "dtype": "<f4",
-            "compressor": None,
-            "fill_value": None,
-            "filters": None,
-            "order": "C",
-        }
-        (folder / ".zarray").write_text(json.dumps(metadata))
-        (folder / "0").write_bytes(bytes(16))
-    about = {"step": 20, "timestamp": "2026-01-01T00:00:00", "is_temporary": False}
-    (step / "metadata.json").write_text(json.dumps(about))
-    for given in (tmp_path / "run", step):
-        ran = cli("merge", given, tmp_path / "out")
-        (found,) = ran.having("FS514", severity="error")
-        assert ran.code == 2 and "Levanter" in found["message"] and found["file"].endswith("metadata.json")

@@ -124,13 +124,16 @@ def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path
     if source.model.spelling is None or config is None:
         return
     axes, facts, sets = config_json.described(config, label, own, _LAYOUT)
+    if differing := _find_contradictions(config, facts, own, root, label or "the config"):
+        source.findings += differing
+        source.model = Description("llama", config, path, dialect=Refused(differing[0]))
+        return
     # Levanter pads the vocabulary so that it divides over the devices (round_axis_for_partitioning).
     axes.pop("P", None)
     if source.binding.vocab_size:
         axes.pop("V", None)
     source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets
     source.index.is_provable = True
-    source.findings += _find_contradictions(config, facts, own, root, label or "the config")
 
 
 def _table(table: Table, *, is_stacked: bool) -> Table:

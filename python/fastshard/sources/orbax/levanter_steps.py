@@ -43,18 +43,23 @@ class Steps:
             if root.resolve().name == _MODEL and read_metadata(root.resolve().parent / METADATA) is not None
         }
 
+        #: Those of saves that did not end, as far as the names of a model show them.
+        self._begun = {
+            (file.root, match[1] or "")
+            for file in listing.files
+            if file.root not in self._models and (match := _LAYERS.match(file.path))
+        } - self._ended
+
     def holder(self, file: File) -> str | None:
         """Return the folder of the step that has an array, by its metadata file; None outside of steps."""
+        if file.root in self._models:
+            return ""
         folder = file.folder
         while folder:
             folder = folder.rpartition("/")[0]
-            if (file.root, folder) in self._ended:
+            if (file.root, folder) in self._ended or (file.root, folder) in self._begun:
                 return folder
-        if file.root in self._models:
-            return ""
-        # Of a save that did not end.
-        match = _LAYERS.match(file.path)
-        return None if match is None else match[1] or ""
+        return None
 
     def is_step(self, root: int, folder: str) -> bool:
         """Return True for the folder of a step that was saved to the end."""

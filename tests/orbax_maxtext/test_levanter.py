@@ -1,0 +1,276 @@
+"""Steps of Levanter: the Llama family to Hugging Face, what is damaged, and what stays refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_refused, cli, read_result
+from levanter_maker import as_levanter, as_train_state, save
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+# Six heads of three groups, and sizes that differ: an exchange of axes shows.
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 32,
+}
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+}
+
+
+def made(kind: str = "llama") -> Any:
+    """A model with random values in all tensors, norms and biases among them."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(MODELS[kind], attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    model.tie_weights()
+    return model
+
+
+def config_of(model: Any, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    return folder / "config.json"
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A step of a Llama in the form of today, with its optimizer."""
+    return save(tmp_path / "run/step-20", as_train_state(as_levanter(made())))
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """The same with a folder for each array, as until 2025."""
+    return save(tmp_path / "plain/step-20", as_train_state(as_levanter(made())), ocdbt=False)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return config_of(made(), tmp_path / "config")
+
+
+def assert_same_model(out: Path, model: Any) -> None:
+    """Bit-equal tensors, and the same logits of transformers."""
+    tensors = read_result(out)
+    tied = model.config.tie_word_embeddings
+    expected = {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+    loaded = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    ids = torch.arange(12)[None] * 7 % 50
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_the_llama_family_to_hugging_face(tmp_path: Path, kind: str, stacked: bool) -> None:
+    model = made(kind)
+    step = save(tmp_path / "step-20", as_train_state(as_levanter(model, stacked=stacked)), chunks=2)
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config_of(model, tmp_path / "c"))
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("given", ["", "step-20", "step-20/model"])
+def test_a_folder_for_each_array(plain: Path, config: Path, tmp_path: Path, given: str) -> None:
+    """The run, the step, or the model's folder in it, which lacks the metadata."""
+    ran = cli("convert", plain.parent / given, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", made())
+
+
+def test_what_a_step_says(step: Path, config: Path, tmp_path: Path) -> None:
+    ran = cli("inspect", step.parent, "--config", config)
+    assert ran.code == 0 and ran.doc["framework"] == "Levanter" and ran.doc["step"] == "step-20"
+    assert cli("verify", step, "--config", config).code == 0
+    assert cli("verify", step).code == 0
+    merged = cli("merge", step, tmp_path / "merged")
+    assert merged.code == 0, merged.errors
+    assert set(read_result(tmp_path / "merged")) == set(as_train_state(as_levanter(made())))
+
+
+def test_a_padded_vocabulary_is_cut(config: Path, tmp_path: Path) -> None:
+    """Levanter rounds it up so that it divides over the devices; the rows have values."""
+    arrays = as_levanter(made())
+    for name in ("embeddings/token_embeddings/weight", "lm_head/weight"):
+        arrays[name] = np.concatenate([arrays[name], np.ones((14, 24), np.float32)])
+    step = save(tmp_path / "step-20", as_train_state(arrays))
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", made())
+
+
+def test_a_temporary_step_is_read_with_a_note(config: Path, tmp_path: Path) -> None:
+    step = save(tmp_path / "step-20", as_train_state(as_levanter(made())), is_temporary=True)
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert [f["severity"] for f in ran.findings if "is_temporary" in f["message"]] == ["note"]
+
+
+def test_without_a_config_it_is_refused(step: Path, tmp_path: Path) -> None:
+    """A Gemma of Levanter has the names and shapes of a Llama."""
+    ran = assert_refused(step, tmp_path / "out", "FS209", exit=2, command=("convert", "--to", "hf"))
+    assert len(ran.errors) == 1 and "--config" in json.dumps(ran.errors)
+
+
+def test_a_lost_chunk(plain: Path, config: Path, tmp_path: Path) -> None:
+    name = "model/transformer/layers/stacked/mlp/up_proj/weight"
+    next(f for f in (plain / name).iterdir() if f.name[0].isdigit()).unlink()
+    for command in (("convert", "--to", "hf"), ("merge",)):
+        options = ("--config", config) if command[0] == "convert" else ()
+        ran = assert_refused(plain, tmp_path / "out", "FS111", command=command, exit=3, options=options)
+        assert {f["code"] for f in ran.errors} == {"FS111"} and ran.errors[0]["tensor"] == name
+
+
+def test_a_lost_file_of_the_store(step: Path, tmp_path: Path) -> None:
+    largest = max((step / "d").iterdir(), key=lambda file: file.stat().st_size)
+    largest.unlink()
+    ran = cli("verify", step)
+    assert ran.code != 0 and ran.errors
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer/layers/stacked/mlp/up_proj", "embeddings", "transformer/norm", "lm_head"]
+)
+def test_a_lost_array(plain: Path, config: Path, tmp_path: Path, name: str) -> None:
+    shutil.rmtree(plain / "model" / name)
+    options = ("--config", config)
+    ran = assert_refused(
+        plain, tmp_path / "out", "FS102", command=("convert", "--to", "hf"), exit=3, options=options
+    )
+    assert len(ran.errors) == 1 and ran.errors[0]["tensor"].startswith(f"model/{name}")
+
+
+def test_a_wrong_shape(config: Path, tmp_path: Path) -> None:
+    arrays = as_levanter(made())
+    name = "transformer/layers/stacked/mlp/up_proj/weight"
+    arrays[name] = arrays[name].transpose(0, 2, 1)
+    step = save(tmp_path / "step-20", as_train_state(arrays))
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code != 0 and [f["tensor"] for f in ran.errors] == [f"model/{name}"]
+
+
+def test_a_save_that_did_not_end(tmp_path: Path) -> None:
+    """The metadata is written last; without it Levanter takes a folder for no checkpoint."""
+    for ocdbt in (True, False):
+        run = tmp_path / f"run{ocdbt}"
+        for number in (20, 30):
+            save(run / f"step-{number}", as_train_state(as_levanter(made())), ocdbt=ocdbt)
+        (run / "step-30/metadata.json").unlink()
+        ran = cli("inspect", run)
+        assert ran.code != 0 and "step-30" in json.dumps(ran.errors)
+        assert cli("verify", run, "--step", "step-20").code == 0
+    ran = assert_refused(run / "step-30", tmp_path / "out", "FS104", exit=3)
+    assert ran.errors[0]["expected"] == "metadata.json"
+
+
+def test_the_optimizer_alone(plain: Path, tmp_path: Path) -> None:
+    ran = assert_refused(plain / "opt_state", tmp_path / "out", "FS514", exit=2)
+    assert "opt_state" in ran.errors[0]["message"] and str(plain) in ran.errors[0]["help"]
+    shutil.rmtree(plain / "model")
+    ran = assert_refused(plain, tmp_path / "out", "FS101", exit=3)
+    assert len(ran.errors) == 1 and "model is missing" in ran.errors[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [(MODELS["qwen3"], "FS102"), (GPT2Config(), "FS514"), (GemmaConfig(**SIZES), "FS514")],
+)
+def test_a_config_of_another_model(step: Path, tmp_path: Path, other: PreTrainedConfig, code: str) -> None:
+    other.save_pretrained(tmp_path / "c")
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", tmp_path / "c/config.json")
+    assert ran.code != 0 and ran.having(code, severity="error")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_that_the_model_of_the_config_lacks(config: Path, tmp_path: Path) -> None:
+    step = save(tmp_path / "step-20", as_train_state(as_levanter(made("qwen2"))))
+    options = ("--config", config)
+    ran = assert_refused(
+        step, tmp_path / "out", "FS215", command=("convert", "--to", "hf"), exit=1, options=options
+    )
+    assert len(ran.errors) == 1 and ran.errors[0]["tensor"].endswith("q_proj/bias")
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_other_models_are_refused_by_name(tmp_path: Path, ocdbt: bool) -> None:
+    """Levanter's GPT-2: a merge keeps its names, a conversion says whose tool exports it."""
+    rng = np.random.default_rng(1)
+    names = ("transformer/blocks/stacked/attn/c_attn/weight", "embeddings/token_embeddings/weight")
+    arrays = {name: rng.standard_normal((4, 6)).astype(np.float32) for name in names}
+    step = save(tmp_path / "step-20", as_train_state(arrays), ocdbt=ocdbt)
+    assert cli("merge", step, tmp_path / "merged").code == 0
+    ran = assert_refused(step, tmp_path / "out", "FS514", command=("convert", "--to", "hf"), exit=2)
+    assert len(ran.errors) == 1
+    assert "Levanter" in ran.errors[0]["message"] and "Levanter's own tool" in ran.errors[0]["help"]
+
+
+def test_arrays_of_zeros_that_the_store_leaves_out(tmp_path: Path) -> None:
+    """An array that is absent in a store where others of as many chunks are complete is one of zeros."""
+    model = made("qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias.zero_()
+    step = save(tmp_path / "step-20", as_train_state(as_levanter(model)), chunks=2)
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config_of(model, tmp_path / "c"))
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", model)
+
+
+def test_a_part_of_an_array_is_not_taken_for_zeros(config: Path, tmp_path: Path) -> None:
+    """Where each host wrote to a disk of its own, the store of the first has a part of each array."""
+    arrays = as_levanter(made())
+    for name, values in arrays.items():
+        if values.shape[-1] % 2 == 0:
+            values[..., values.shape[-1] // 2 :] = 0
+            arrays[name] = values
+    step = save(tmp_path / "step-20", as_train_state(arrays), chunks=2)
+    assert_refused(
+        step,
+        tmp_path / "out",
+        "FS111",
+        command=("convert", "--to", "hf"),
+        exit=3,
+        options=("--config", config),
+    )
+
+
+def test_weights_with_inputs_first_are_refused(config: Path, tmp_path: Path) -> None:
+    """As haliax laid out linear layers by default until 2024."""
+    arrays = as_levanter(made())
+    for name, values in arrays.items():
+        if name.endswith(("up_proj/weight", "gate_proj/weight", "down_proj/weight")):
+            arrays[name] = values.transpose(0, 2, 1)
+    step = save(tmp_path / "step-20", as_train_state(arrays))
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code != 0 and {f["code"] for f in ran.errors} == {"FS201"}
