@@ -61,7 +61,7 @@ def find_lost_model(names: Collection[str], where: str) -> Finding | None:
         file=where,
         expected="the folder model beside them",
         got=", ".join(sorted({name.partition("/")[0] for name in names})),
-        help="copy the folder model from where the run saved the step, or choose another step with --step",
+        help="copy the folder model from the node that saved the step, or choose another step with --step",
     )
 
 
