@@ -266,7 +266,7 @@ def test_a_part_of_an_array_is_not_taken_for_zeros(config: Path, tmp_path: Path)
 
 
 def test_weights_with_inputs_first_are_refused(config: Path, tmp_path: Path) -> None:
-    """As haliax laid out linear layers by default until 2024."""
+    """As haliax once laid out linear layers by default."""
     arrays = as_levanter(made())
     for name, values in arrays.items():
         if name.endswith(("up_proj/weight", "gate_proj/weight", "down_proj/weight")):

@@ -26,8 +26,8 @@ _LAYOUT = "levanter.llama"
 #: Tables of Hugging Face whose models Levanter computes with the modules of its Llama.
 _OF_CONFIG = ("hf.llama",)
 _ROOT = "model/"
-#: Every language model of Levanter has one of these.
-_MODULES = ("embeddings/", "transformer/")
+#: The language models of Levanter have it.
+_EMBEDDING = "embeddings/token_embeddings/weight"
 #: What a train state has beside the model. source: Levanter trainer_state.py (TrainerState)
 _STATE = ("opt_state/", "model_averaging/", "training_key", "step")
 _REASONS = {"training_key": RANDOM}
@@ -48,7 +48,7 @@ _EXPORT = (
 
 def is_train_state(names: Collection[str]) -> bool:
     """Return True if the names are those of a Levanter train state, or of its model."""
-    return any(name.removeprefix(_ROOT).startswith(_MODULES) and "/" in name for name in names)
+    return any(name in names for name in (_EMBEDDING, _ROOT + _EMBEDDING))
 
 
 def find_lost_model(names: Collection[str], where: str) -> Finding | None:

@@ -42,7 +42,6 @@ class Steps:
             for number, root in enumerate(listing.roots)
             if root.resolve().name == _MODEL and read_metadata(root.resolve().parent / METADATA) is not None
         }
-
         #: Those of saves that did not end, as far as the names of a model show them.
         self._begun = {
             (file.root, match[1] or "")
