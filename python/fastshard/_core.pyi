@@ -466,7 +466,8 @@ class Catalog:
     ) -> list[Finding]:
         """Compares the content of the first `own_roots` roots with a manifest.
 
-        What `checked` has read in `Plan.check` is not read again.
+        The options may select tensors by name or by part. What `checked` has read in `Plan.check` is not
+        read again.
         """
 
 @final

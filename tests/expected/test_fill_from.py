@@ -290,3 +290,31 @@ def test_files_of_the_model_are_not_those_of_the_manifest(
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     ran = cli("merge", tmp_path / "published", tmp_path / "bad", "--fill-from", original)
     assert ran.code == 1 and ran.having("FS308") and not (tmp_path / "bad").exists(), ran.out
+
+
+def test_what_is_taken_is_what_the_manifest_of_the_model_says(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    """A tensor that is taken has the hash that it was published with; others of the model are not read."""
+    trained, original = mtp
+    base = tmp_path / "base"
+    assert cli("merge", original, base, "--transformers", "off").code == 0
+    (file,) = base.glob("*.safetensors")
+    good = file.read_bytes()
+    size = int.from_bytes(good[:8], "little")
+    header = {n: at for n, at in json.loads(good[8 : 8 + size]).items() if n != "__metadata__"}
+    places = {name: 8 + size + at["data_offsets"][0] for name, at in header.items()}
+    for number, (name, code) in enumerate(
+        {
+            "model.layers.4.eh_proj.weight": 1,
+            # It is the checkpoint's own.
+            "model.layers.1.self_attn.o_proj.weight": 0,
+        }.items()
+    ):
+        at = places[name]
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        ran = cli("merge", trained, tmp_path / f"out{number}", "--fill-from", base)
+        assert ran.code == code, ran.out
+        if code:
+            (finding,) = ran.errors
+            assert finding["code"] == "FS308" and finding["tensor"] == name
+            assert finding["message"].startswith(f"the model {base} (--fill-from): content differs")
+            assert not (tmp_path / f"out{number}").exists()

@@ -272,7 +272,8 @@ impl Catalog {
         let catalog = Arc::clone(&self.inner);
         let found = run(py, progress, move |control| {
             let subset = options.subset();
-            verify::against(&catalog, &manifest, own_roots, subset, &known, &options.engine(), control)
+            let is_selected = |name: &str| options.holds(name) && subset.is_none_or(|part| part.holds(name));
+            verify::against(&catalog, &manifest, own_roots, &is_selected, &known, &options.engine(), control)
         })
         .settle(None)?;
         Ok(findings::list(found))

@@ -28,7 +28,9 @@ pub struct Subset {
 }
 
 impl Subset {
-    fn holds(self, name: &str) -> bool {
+    /// True if a tensor is in this part, by its name.
+    #[must_use]
+    pub fn holds(self, name: &str) -> bool {
         let digest = blake3::hash(name.as_bytes());
         let number = u64::from_le_bytes(digest.as_bytes()[..8].try_into().expect("eight bytes"));
         number % self.of.max(1) == self.part.saturating_sub(1)
@@ -197,7 +199,7 @@ pub fn inventory(
 
 /// Compares a catalog's content with a manifest made of the same files: every file and tensor that the
 /// manifest names, by hash. Files below further roots than the first `own_roots` are of other models, whose parts are taken.
-/// `subset` limits the tensors to read; those in `known` are not read again.
+/// `is_selected` limits the tensors to read; those in `known` are not read again.
 ///
 /// # Errors
 /// The reason why the run cannot finish.
@@ -205,7 +207,7 @@ pub fn against(
     catalog: &Catalog,
     manifest: &Manifest,
     own_roots: u32,
-    subset: Option<Subset>,
+    is_selected: &dyn Fn(&str) -> bool,
     known: &Hashed,
     options: &Options,
     control: &Control,
@@ -214,7 +216,7 @@ pub fn against(
     let mut findings = differing_files(manifest, &opened);
     findings.extend(headers(manifest, &opened));
     let mut plan = plan_of_files(catalog, opened.iter().copied());
-    let (checks, differing) = differing_tensors(manifest, &plan, &opened, subset);
+    let (checks, differing) = differing_tensors(manifest, &plan, &opened, is_selected);
     findings.extend(differing);
     let before: Vec<Option<[u8; 32]>> =
         checks.iter().map(|(i, _)| known.get(&place_of(&plan, &plan.outputs[*i])?).copied()).collect();
@@ -285,7 +287,7 @@ fn differing_tensors<'m>(
     manifest: &'m Manifest,
     plan: &Plan,
     opened: &[&CatalogFile],
-    subset: Option<Subset>,
+    is_selected: &dyn Fn(&str) -> bool,
 ) -> (Vec<(usize, &'m ManifestTensor)>, Vec<Finding>) {
     let mut wanted: HashMap<(&str, &str), VecDeque<&ManifestTensor>> = HashMap::new();
     for tensor in &manifest.tensors {
@@ -306,7 +308,7 @@ fn differing_tensors<'m>(
                         format!("{} {:?}", stored.dtype, stored.shape),
                     ),
             );
-        } else if subset.is_none_or(|s| s.holds(&stored.name)) {
+        } else if is_selected(&stored.name) {
             checks.push((i, tensor));
         }
     }
