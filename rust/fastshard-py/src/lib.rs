@@ -271,9 +271,8 @@ impl Catalog {
         let manifest = Manifest::read(&manifest).map_err(raise)?;
         let catalog = Arc::clone(&self.inner);
         let found = run(py, progress, move |control| {
-            let subset = options.subset();
-            let is_selected = |name: &str| options.holds(name) && subset.is_none_or(|part| part.holds(name));
-            verify::against(&catalog, &manifest, own_roots, &is_selected, &known, &options.engine(), control)
+            let selection = verify::Selection { subset: options.subset(), only: options.only.as_ref() };
+            verify::against(&catalog, &manifest, own_roots, &selection, &known, &options.engine(), control)
         })
         .settle(None)?;
         Ok(findings::list(found))

@@ -28,12 +28,25 @@ pub struct Subset {
 }
 
 impl Subset {
-    /// True if a tensor is in this part, by its name.
-    #[must_use]
-    pub fn holds(self, name: &str) -> bool {
+    fn holds(self, name: &str) -> bool {
         let digest = blake3::hash(name.as_bytes());
         let number = u64::from_le_bytes(digest.as_bytes()[..8].try_into().expect("eight bytes"));
         number % self.of.max(1) == self.part.saturating_sub(1)
+    }
+}
+
+/// The tensors whose content is compared.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Selection<'a> {
+    /// A part of them.
+    pub subset: Option<Subset>,
+    /// Those with these names. Nothing is said of other bytes of their files then.
+    pub only: Option<&'a HashSet<String>>,
+}
+
+impl Selection<'_> {
+    fn holds(&self, name: &str) -> bool {
+        self.subset.is_none_or(|part| part.holds(name)) && self.only.is_none_or(|names| names.contains(name))
     }
 }
 
@@ -199,7 +212,7 @@ pub fn inventory(
 
 /// Compares a catalog's content with a manifest made of the same files: every file and tensor that the
 /// manifest names, by hash. Files below further roots than the first `own_roots` are of other models, whose parts are taken.
-/// `is_selected` limits the tensors to read; those in `known` are not read again.
+/// `selection` limits the tensors to read; those in `known` are not read again.
 ///
 /// # Errors
 /// The reason why the run cannot finish.
@@ -207,7 +220,7 @@ pub fn against(
     catalog: &Catalog,
     manifest: &Manifest,
     own_roots: u32,
-    is_selected: &dyn Fn(&str) -> bool,
+    selection: &Selection,
     known: &Hashed,
     options: &Options,
     control: &Control,
@@ -216,7 +229,7 @@ pub fn against(
     let mut findings = differing_files(manifest, &opened);
     findings.extend(headers(manifest, &opened));
     let mut plan = plan_of_files(catalog, opened.iter().copied());
-    let (checks, differing) = differing_tensors(manifest, &plan, &opened, is_selected);
+    let (checks, differing) = differing_tensors(manifest, &plan, &opened, selection);
     findings.extend(differing);
     let before: Vec<Option<[u8; 32]>> =
         checks.iter().map(|(i, _)| known.get(&place_of(&plan, &plan.outputs[*i])?).copied()).collect();
@@ -240,8 +253,9 @@ pub fn against(
     }
     findings.extend(report.findings);
     let reported_files: HashSet<&str> = findings.iter().filter_map(|f| f.file.as_deref()).collect();
-    let others = between(manifest, &opened, &reported_files, control)?;
-    findings.extend(others);
+    if selection.only.is_none() {
+        findings.extend(between(manifest, &opened, &reported_files, control)?);
+    }
     Ok(findings)
 }
 
@@ -287,7 +301,7 @@ fn differing_tensors<'m>(
     manifest: &'m Manifest,
     plan: &Plan,
     opened: &[&CatalogFile],
-    is_selected: &dyn Fn(&str) -> bool,
+    selection: &Selection,
 ) -> (Vec<(usize, &'m ManifestTensor)>, Vec<Finding>) {
     let mut wanted: HashMap<(&str, &str), VecDeque<&ManifestTensor>> = HashMap::new();
     for tensor in &manifest.tensors {
@@ -308,7 +322,7 @@ fn differing_tensors<'m>(
                         format!("{} {:?}", stored.dtype, stored.shape),
                     ),
             );
-        } else if is_selected(&stored.name) {
+        } else if selection.holds(&stored.name) {
             checks.push((i, tensor));
         }
     }

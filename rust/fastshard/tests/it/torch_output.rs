@@ -169,9 +169,16 @@ fn what_is_written_reads_back_and_verifies() {
         std::fs::write(&path, bytes).unwrap();
         let catalog = Catalog::open(vec![out.clone()], &names(&manifest), 1);
         let known = verify::Hashed::new();
-        let found =
-            verify::against(&catalog, &manifest, 1, &|_| true, &known, &options(dir.path()), &Control::default())
-                .unwrap();
+        let found = verify::against(
+            &catalog,
+            &manifest,
+            1,
+            &verify::Selection::default(),
+            &known,
+            &options(dir.path()),
+            &Control::default(),
+        )
+        .unwrap();
         let codes: Vec<_> = crate::common::errors(&found).iter().map(|f| f.code).collect();
         assert!(codes.contains(&codes::CRC) && codes.contains(&codes::HASH), "{found:?}");
     }
@@ -274,7 +281,7 @@ fn safetensors_files_can_be_prescribed() {
         &catalog,
         &manifest,
         1,
-        &|_| true,
+        &verify::Selection::default(),
         &known,
         &self::options(dir.path()),
         &Control::default(),
