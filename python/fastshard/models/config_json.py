@@ -31,6 +31,13 @@ _OTHER_HEADS = {
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
+#: Keys of what a router chooses, and those of what it chooses from, by the classes of transformers.
+_CHOSEN_OF = {
+    "num_experts_per_tok": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "topk_group": ("n_group",),
+}
+
+
 def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the text model's config in that of a model with towers; None where there is none."""
     text = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
@@ -259,8 +266,9 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
     """Report contradictions within a config.
 
-    They are settings under two keys with different values, and lists with an entry for each layer whose
-    length differs from the number of layers. transformers refuses such lists.
+    They are settings under two keys with different values, lists with an entry for each layer whose length
+    differs from the number of layers, and more chosen experts, or groups of them, than there are.
+    transformers refuses such lists, and the routers stop at such numbers.
     source: transformers configuration_utils.py (layer_type_validation)
 
     Args:
@@ -270,6 +278,7 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
     parts = [("", config), *((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))]
     findings = find_repeated_settings(config, file)
     for prefix, part in parts:
+        findings += _find_impossible_choices(part, prefix, file)
         layers, kinds = part.get("num_hidden_layers"), part.get("layer_types")
         if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(kinds, list):
             continue
@@ -289,6 +298,29 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
                 help="correct layer_types of config.json: one entry for each layer that is left",
             )
         )
+    return findings
+
+
+def _find_impossible_choices(config: Mapping[str, Any], prefix: str, file: str) -> list[Finding]:
+    """Report a mixture that chooses more experts, or groups of them, than it has."""
+    findings = []
+    for of, keys in _CHOSEN_OF.items():
+        has = next((config[key] for key in keys if key in config), None)
+        chosen = config.get(of)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (has, chosen)):
+            continue
+        if chosen > has:  # type: ignore[operator]
+            key = next(key for key in keys if key in config)
+            findings.append(
+                Finding.of(
+                    codes.CONFIG_DISAGREES,
+                    f"{prefix}{of} is {chosen}, and {prefix}{key} is {has}: the router cannot choose as many",
+                    file=file,
+                    expected=f"{of} of at most {has}",
+                    got=str(chosen),
+                    help="restore the config.json of the model",
+                )
+            )
     return findings
 
 
