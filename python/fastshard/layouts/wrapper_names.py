@@ -25,8 +25,8 @@ def bare(names: Collection[str]) -> dict[str, str]:
     The result is empty if two tensors would have the same name.
     """
     found: dict[str, str] = {}
-    for name in names:
-        # Most names have none: looking for the text first is quicker than parting each.
+    # Most checkpoints have none: looking for the words in all names at once is quicker than parting each.
+    for name in names if _have_any(names, ("_orig_mod", "_module")) else ():
         if "_orig_mod" in name or "_module" in name:
             own = ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
             if own and own != name:
@@ -34,6 +34,12 @@ def bare(names: Collection[str]) -> dict[str, str]:
     if found and len({found.get(name, name) for name in names}) < len(set(names)):
         return {}
     return found
+
+
+def _have_any(names: Iterable[str], words: Iterable[str]) -> bool:
+    """Return True if one of the words stands somewhere in the names."""
+    text = "\n".join(names)
+    return any(word in text for word in words)
 
 
 def put_in(name: str) -> str | None:
@@ -47,6 +53,8 @@ def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
     A factor of an adapter comes first.
     """
     names = list(names)
+    if not _have_any(names, ("lora_", *_TRANSPARENT, *_WRAPPERS, *_FIRST)):
+        return None
     factor = next((name for name in names if ".lora_" in name), None)
     if factor is not None:
         return factor, "PEFT"

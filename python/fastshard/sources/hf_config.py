@@ -23,6 +23,7 @@ from .base import Options
 
 #: What a layer's tensor is called, and what precedes the word.
 _LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
+_NUMBER = compile_when_used(r"\d+")
 #: What critics and reward models have in the place of an output layer.
 _VALUE_HEAD = compile_when_used(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
 #: Keys that tell a config of Hugging Face from others of the name.
@@ -344,7 +345,9 @@ def _take_head(
         stored: names of its tensors.
         is_base: whether the names begin like those of a model without a head.
     """
-    by_names = tables.table(layout).describe(None, list(stored))[1].get("head", False)
+    # No head is in a layer, where most names are.
+    outside = [name for name in stored if not _LAYER.search(name)]
+    by_names = tables.table(layout).describe(None, outside)[1].get("head", False)
     if is_base if kind is None else not kind.is_causal:
         source.binding.facts["head"] = by_names
         source.findings += _own_head(kind, stored)
@@ -511,16 +514,29 @@ def _of_layers(table: Table) -> Table:
 def _is_of(layout: str, names: Iterable[str]) -> bool:
     """Return True if most tensors of layers have the table's names, or if there are no such tensors."""
     rules = _of_layers(tables.table(layout))
-    layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
-    fitting = sum(rules.rule_of(name) is not None for name in layered)
-    return 2 * fitting >= len(layered)
+    kinds = _count_kinds(name[match.end(1) :] for name in names if (match := _LAYER.match(name)))
+    fitting = sum(count for name, count in kinds if rules.rule_of(name) is not None)
+    return 2 * fitting >= sum(count for _, count in kinds)
 
 
 def _names_most(layout: str, names: Iterable[str]) -> bool:
     """Return True if the table has most of the layers' tensors under their own names."""
     table = tables.table(layout)
-    layered = [name for name in names if _LAYER.match(name)]
-    return bool(layered) and 2 * sum(table.rule_of(name) is not None for name in layered) > len(layered)
+    kinds = _count_kinds(name for name in names if _LAYER.match(name))
+    return 2 * sum(count for name, count in kinds if table.rule_of(name) is not None) > sum(
+        count for _, count in kinds
+    )
+
+
+def _count_kinds(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Return a name of each kind, and how many differ from it in numbers alone.
+
+    A rule is for all numbers, and a model of a thousand experts has a million names.
+    """
+    kinds: dict[str, list[Any]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("{}", name), [name, 0])[1] += 1
+    return [(name, count) for name, count in kinds.values()]
 
 
 def _is_spelled_otherwise(layout: str, config: dict[str, Any], names: Collection[str]) -> bool:

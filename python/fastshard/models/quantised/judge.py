@@ -110,7 +110,7 @@ def _companions(
     found: list[Finding] = []
     there: dict[str, str] = {}
     for one in form.companions:
-        names = [f"{module}{s}" for s in one.suffixes if f"{module}{s}" in tensors]
+        names = [name for s in one.suffixes if (name := module + s) in tensors]
         found += [
             Finding.of(
                 codes.UNKNOWN_TENSOR,
@@ -220,7 +220,7 @@ def _orphans(
         if one.role != "input scale"
     }
     named: set[str] = set()
-    roles = {_NUMBERS.sub("{}", name) for name in taken}
+    roles: set[str] = set()
     longest = sorted(suffixes, key=len, reverse=True)
     for name in tensors:
         if name in taken:
@@ -234,6 +234,8 @@ def _orphans(
         if may_be_plain and f"{module}.weight" in tensors:
             continue
         if codes_name not in tensors:
+            if suffix in _AMBIGUOUS and not roles:
+                roles = {_NUMBERS.sub("{}", one) for one in taken}
             if (
                 suffix in _AMBIGUOUS
                 and tensors[name][0] in FLOATS
