@@ -25,7 +25,7 @@ from .quantised_weights import QuantisedWeights
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.reference import Reference
-    from .filled_parts import Filled
+    from .taken_tensors import TakenTensors
 
 #: The places of outputs in a plan that is only read, never written.
 UNPLACED: dict[str, Any] = {
@@ -95,8 +95,8 @@ class Opened:
     quantised: QuantisedWeights = field(default_factory=QuantisedWeights)
     #: Paths that are read in addition, as given: an adapter, the model that missing parts are taken from.
     besides: Sequence[str] = ()
-    #: The parts that are taken from another model.
-    filled: Filled | None = None
+    #: What is taken from another model.
+    taken: TakenTensors | None = None
 
     def find_causes(self, findings: Sequence[Finding], source: Source | None = None) -> Causes:
         """Find the causes among findings, which account for what is missing because of them."""

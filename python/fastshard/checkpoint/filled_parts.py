@@ -17,30 +17,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import _core
 from ..common import codes
 from ..common.dtypes import TORCH_FLOATS
-from ..common.errors import FastshardError, Finding, error_for, from_core
+from ..common.errors import FastshardError, Finding, error_for
 from ..common.formatting import counted
 from ..common.listing import File
 from ..common.records import dataclass, replace
 from ..expected.missing_tensors import is_buffer
 from ..expected.promised_parts import promised
 from ..layouts.declaration import Source, Unit, is_state
-from . import manifests, moved_parts
+from . import moved_parts
 from .drafting import CoreRequest, draft_of
+from .taken_tensors import TakenTensors
 
 if TYPE_CHECKING:
-    from .._core import RunOptions
     from ..common.listing import Folder
     from ..expected.expected_list import ExpectedTensors
     from ..layouts.declaration import Binding
     from ..layouts.declared_model import Description
     from .checkpoint import Checkpoint
-    from .manifests import ProgressCallback
     from .moved_parts import Moves
 
-__all__ = ["Filled", "add", "compare_with_manifest", "find"]
+__all__ = ["Filled", "add", "find"]
 
 
 #: Dtypes of quantised weights.
@@ -72,8 +70,8 @@ class Filled:
     parts: dict[str, list[str]]
     #: Names of tensors that were requested one by one.
     single: list[str]
-    #: The model, opened.
-    original: Checkpoint
+    #: All that are taken.
+    taken: TakenTensors
     #: Where the checkpoint's tensors lie in the model, for a part of it that was trained alone.
     moved: MovedPart | None = None
 
@@ -164,7 +162,7 @@ def find(
         [{name: called[name] for name in whole.of_file[number] if name in taken} for number in files],
         dict(parts),
         single,
-        original,
+        TakenTensors(path, original.listing.roots, original.opened.catalog, frozenset(taken)),
         None if moved is None else MovedPart(moved, source.model, source.binding, source.files.folders),
     )
 
@@ -220,32 +218,6 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
         for name in filled.single
     ]
     return changed, findings
-
-
-def compare_with_manifest(filled: Filled, run: RunOptions, progress: ProgressCallback) -> list[Finding]:
-    """Compare the taken tensors, by hash, with the manifest beside their model, if there is one.
-
-    Args:
-        filled: the parts that are taken.
-        run: the options of an engine run; those that choose a part of the tensors are heeded.
-        progress: called with the progress.
-
-    Raises:
-        FastshardError: ``FS518`` if the manifest cannot be read; if a file cannot.
-    """
-    path = manifests.beside(filled.original) if filled.files else None
-    if path is None:
-        return []
-    manifests.read(path)
-    names = {name for names in filled.names for name in names}
-    roots = len(filled.original.listing.roots)
-    try:
-        found = filled.original.opened.catalog.against(
-            str(path), roots, {**run, "only": sorted(names)}, progress
-        )
-    except _core.CoreError as error:
-        raise from_core(error) from None
-    return [one.replace(message=f"the model {filled.path} (--fill-from): {one.message}") for one in found]
 
 
 def _move(source: Source, moved: MovedPart, path: str) -> tuple[Source, Finding]:

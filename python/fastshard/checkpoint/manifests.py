@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .._core import RunOptions
     from .checkpoint import Checkpoint
     from .plan import Plan
+    from .taken_tensors import TakenTensors
 
 #: Name of the manifest in a result, and next to a source.
 MANIFEST_NAME = "fastshard.manifest.json"
@@ -212,6 +213,30 @@ class Expected:
             return [*about, *against_result(path, plan, run, progress)]
         except _core.CoreError as error:
             raise from_core(error) from None
+
+
+def compare_taken(taken: TakenTensors, run: RunOptions, progress: ProgressCallback) -> list[Finding]:
+    """Compare tensors of another model, by hash, with the manifest beside it, if there is one.
+
+    Args:
+        taken: the tensors.
+        run: the options of an engine run; those that choose a part of the tensors are heeded.
+        progress: called with the progress.
+
+    Raises:
+        FastshardError: ``FS518`` if the manifest cannot be read; if a file cannot.
+    """
+    path = find_manifest(taken.roots) if taken.names else None
+    if path is None:
+        return []
+    read(path)
+    try:
+        found = taken.catalog.against(
+            str(path), len(taken.roots), {**run, "only": sorted(taken.names)}, progress
+        )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    return [one.replace(message=f"the model {taken.path} (--fill-from): {one.message}") for one in found]
 
 
 def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:

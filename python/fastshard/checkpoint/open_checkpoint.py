@@ -393,7 +393,7 @@ def _attach(
         not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS")),
         quantised=quantised,
         besides=[os.fspath(path) for path in besides if path is not None],
-        filled=files.fillings,
+        taken=None if files.fillings is None else files.fillings.taken,
     )
 
 

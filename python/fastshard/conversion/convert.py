@@ -18,6 +18,7 @@ from ..checkpoint.manifests import (
     Manifest,
     accepted_before,
     beside,
+    compare_taken,
     expected_by,
     run_options,
 )
@@ -430,10 +431,8 @@ def compared(
     part = run if share == (1, 1) else {**run, "subset": share}
     with carrying(plan.core):
         findings = expected.check(checkpoint, plan, part, bar.phase("verifying the source"))
-        if (filled := checkpoint.opened.filled) is not None:
-            from ..checkpoint.filled_parts import compare_with_manifest
-
-            findings += compare_with_manifest(filled, part, bar.phase("verifying what is taken"))
+        if (taken := checkpoint.opened.taken) is not None:
+            findings += compare_taken(taken, part, bar.phase("verifying what is taken"))
     findings += host_parts.compared(checkpoint, share, run, bar)
     return checkpoint.opened.gate.passed(findings)
 

@@ -18,6 +18,7 @@ from ..checkpoint.manifests import (
     accepted_by,
     against_result,
     beside,
+    compare_taken,
     expected_by,
     read,
     run_options,
@@ -211,10 +212,8 @@ def _differing(
             # Replicas and duplicates can only be judged over tensors that are whole.
             found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
-            if (filled := checkpoint.opened.filled) is not None:
-                from ..checkpoint.filled_parts import compare_with_manifest
-
-                findings += compare_with_manifest(filled, run, bar.phase("verifying what is taken"))
+            if (taken := checkpoint.opened.taken) is not None:
+                findings += compare_taken(taken, run, bar.phase("verifying what is taken"))
             if manifest is not None:
                 against = _against(manifest, checkpoint, plan, run, bar.phase("hashing"), left_out)
                 # A model card is written on after the conversion.
