@@ -20,9 +20,11 @@ import yaml
 import zero_maker
 from helpers import FIXTURES, HF, read_result, sha256
 from jax_maker import LLAMA31, Size, Tree, llama_yml, maxtext_gpt3, sha
+from levanter_maker import as_levanter, as_train_state, save
 from orbax_maker import describe, painted
 from orbax_maker import write as write_array
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 SHARDED = FIXTURES / "sharded"
 TWINS = FIXTURES / "maxtext_twins"
@@ -187,6 +189,15 @@ def plain_orbax(root: Path) -> None:
         write_array(item, name, values, [3, 4][: values.ndim])
     describe(item, list(ARRAYS))
     (root / "5/_CHECKPOINT_METADATA").write_text("{}")
+
+
+def levanter_arrays() -> dict[str, np.ndarray]:
+    """A step in the form of today: layers stacked, float32, the optimizer's moments beside the model."""
+    return as_train_state(as_levanter(AutoModelForCausalLM.from_pretrained(HF)))
+
+
+def levanter(root: Path) -> None:
+    save(with_config(root) / "step-20", levanter_arrays())
 
 
 def of_paxml() -> Hashes:
@@ -365,6 +376,14 @@ ORIGINS: dict[str, Origin] = {
         told(ORBAX / "gpt3_micro_scan_bf16_zarr2", "tensors"),
         told(ORBAX / "gpt3_micro_scan_bf16_zarr2", "tensors"),
         hub="maxtext:scan",
+    ),
+    "levanter": Origin(
+        "Levanter",
+        levanter,
+        lambda: {name: sha(array) for name, array in levanter_arrays().items()},
+        hashed(torch.float32),
+        vocab=1000,
+        rounded=True,
     ),
     "orbax": Origin(
         "Orbax",

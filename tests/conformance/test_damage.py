@@ -27,6 +27,7 @@ SPARE: dict[tuple[str, str], tuple[str, ...]] = {
         "dcp",
         "colossalai",
         "fsdp_ranks",
+        "levanter",
         "torchtitan",
         "olmo_core",
         "torch_checkpointing",

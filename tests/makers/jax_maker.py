@@ -113,7 +113,7 @@ def read(out: Path) -> Tree:
         files = {"driver": "ocdbt", "base": files}
     tree = {}
     for key in tensorstore.KvStore.open(files).result().list().result():
-        name, _, metadata = key.decode().partition("/")
+        name, _, metadata = key.decode().rpartition("/")
         if driver := {"zarr.json": "zarr3", ".zarray": "zarr"}.get(metadata):
             path = f"{name}/" if files["driver"] == "ocdbt" else f"{item}/{name}/"
             array = tensorstore.open({"driver": driver, "kvstore": {**files, "path": path}}).result()

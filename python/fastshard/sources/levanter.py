@@ -51,6 +51,11 @@ def is_train_state(names: Collection[str]) -> bool:
     return any(name in names for name in (_EMBEDDING, _ROOT + _EMBEDDING))
 
 
+def is_state_of_step(names: Collection[str]) -> bool:
+    """Return True if the names are those of a train state, which only a step holds; False for a model's."""
+    return _ROOT + _EMBEDDING in names
+
+
 def find_lost_model(names: Collection[str], where: str) -> Finding | None:
     """Report a step that holds what lies beside a model, and no model."""
     if not names or not all(name.startswith(_STATE) for name in names):

@@ -108,9 +108,12 @@ class OrbaxTarget(Target):
                     tensor=name,
                     help="leave it out with --exclude in a merge first",
                 )
-            if "/" in name:
+            if "/" in name and not self.ocdbt:
                 raise FastshardError.of(
-                    codes.UNSUPPORTED, "a name with a slash has no place in a store of arrays", tensor=name
+                    codes.UNSUPPORTED,
+                    "a name with a slash has no place where each array is a folder",
+                    tensor=name,
+                    help="write one OCDBT store, without the option for zarr v2",
                 )
 
     def _keys(self, name: str) -> list[dict[str, Any]]:

@@ -62,6 +62,10 @@ class Orbax:
         findings = [*findings, *_committed(listing, places, options)]
         tree = _tree(listing, places)
         union = stores.open_stores(listing, places, set(tree.arrays) if tree else set())
+        if tree is None and levanter_model.is_state_of_step(union.arrays) and not places[0].is_levanter:
+            # The metadata, which alone tells whose store it is by the files' names, is written last.
+            places = [replace(place, is_levanter=True, committed=False) for place in places]
+            findings += _committed(listing, places, options)
         evidence = _evidence(listing, places, tree, union, options.given.get("expect_processes"))
         findings += union.copied()
         accepted = "elided-zeros" in options.accept
