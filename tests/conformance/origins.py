@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dtensor_maker
+import easylm_maker
 import maxtext_mixtures
 import names_maker
 import numpy as np
@@ -200,6 +201,16 @@ def levanter(root: Path) -> None:
     save(with_config(root) / "step-20", levanter_arrays())
 
 
+def easylm_arrays() -> dict[easylm_maker.Keys, torch.Tensor]:
+    """A train state in the dtype of the fixture, the optimizer's moments beside the model."""
+    weights = easylm_maker.as_easylm(AutoModelForCausalLM.from_pretrained(HF, dtype=torch.bfloat16))
+    return easylm_maker.as_train_state(weights)
+
+
+def easylm(root: Path) -> None:
+    easylm_maker.write_stream(with_config(root) / "streaming_train_state_80", easylm_arrays().items())
+
+
 def of_paxml() -> Hashes:
     """What MaxText has of the fixture, made by numpy alone."""
     state = ORBAX / "paxml_gpt3_micro_weights/checkpoints/checkpoint_00004000/state"
@@ -382,6 +393,14 @@ ORIGINS: dict[str, Origin] = {
         levanter,
         lambda: {name: sha(array) for name, array in levanter_arrays().items()},
         hashed(torch.float32),
+        vocab=1000,
+        rounded=True,
+    ),
+    "easylm": Origin(
+        "EasyLM",
+        easylm,
+        lambda: {".".join(keys): sha256(tensor) for keys, tensor in easylm_arrays().items()},
+        hashed(),
         vocab=1000,
         rounded=True,
     ),

@@ -28,6 +28,7 @@ SPARE: dict[tuple[str, str], tuple[str, ...]] = {
         "colossalai",
         "fsdp_ranks",
         "levanter",
+        "easylm",
         "torchtitan",
         "olmo_core",
         "torch_checkpointing",

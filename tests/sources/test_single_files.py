@@ -275,8 +275,6 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         ("model.onnx", b"\x08\x07", "compiled"),
         ("weights.npz", b"PK\x03\x04", "arrays"),
         ("tf_model.h5", b"\x89HDF", "TensorFlow"),
-        ("streaming_train_state_80000", b"\x82\xa4step", "EasyLM"),
-        ("streaming_params", b"\x82\xa4", "EasyLM"),
     ):
         file = tmp_path / name
         file.write_bytes(head + bytes(64))

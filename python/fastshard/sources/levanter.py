@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from .._core import Rule, Table
+from .._core import Table
 from ..common import codes
 from ..common.config_text import shown
-from ..common.errors import FastshardError, Finding
-from ..common.records import dataclass
+from ..common.errors import Finding
 from ..layouts import tables
-from ..layouts.declaration import Description, Evidence, Optimizer, Source
-from ..layouts.jax_train_states import LEFT_OUT, RANDOM
+from ..layouts.declaration import Description, Optimizer, Source
+from ..layouts.jax_train_states import RANDOM
 from ..layouts.maxtext_names import Arrays
 from ..models import config_json, huggingface
-from ..models.model import Model
+from .train_states import ModelAlone, RefusedModel
 
 _LAYOUT = "levanter.llama"
 #: Tables of Hugging Face whose models Levanter computes with the modules of its Llama.
@@ -70,36 +69,6 @@ def find_lost_model(names: Collection[str], where: str) -> Finding | None:
     )
 
 
-@dataclass(frozen=True)
-class Refused:
-    """The dialect of a Levanter model of which something is unknown; reading it raises the reason."""
-
-    name: ClassVar[str] = "Levanter"
-    finding: Finding
-
-    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Raise the reason.
-
-        Raises:
-            FastshardError: always.
-        """
-        raise FastshardError([self.finding])
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The rules of one train state, from which the table of a result is made."""
-
-    weights: Table
-    #: Names of what is no weight.
-    state: tuple[str, ...]
-
-    def __call__(self, step: bool, optimizer: bool) -> Table:
-        """Return the table of a conversion, which takes the model alone."""
-        left = [Rule.ignoring(name, _REASONS.get(name, LEFT_OUT)) for name in self.state]
-        return self.weights.with_rules([*self.weights.rules, *left])
-
-
 def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path: Path | None) -> None:
     """Declare table, axes and facts of a Levanter step; a model without a table gets none.
 
@@ -125,13 +94,13 @@ def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path
     source.model = _describe_model(source, config, path, label)
     source.binding.layout = _LAYOUT
     weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
-    source.binding.table, source.optimizer = weights, Optimizer(rules=Rules(weights, beside))
+    source.binding.table, source.optimizer = weights, Optimizer(rules=ModelAlone(weights, beside, _REASONS))
     if source.model.spelling is None or config is None:
         return
     axes, facts, sets = config_json.described(config, label, own, _LAYOUT)
     if differing := _find_contradictions(config, facts, own, root, label or "the config"):
         source.findings += differing
-        source.model = Description("llama", config, path, dialect=Refused(differing[0]))
+        source.model = Description("llama", config, path, dialect=RefusedModel("Levanter", differing[0]))
         return
     # Levanter pads the vocabulary so that it divides over the devices (round_axis_for_partitioning).
     axes.pop("P", None)
@@ -162,7 +131,7 @@ def _take_unknown(source: Source, config: dict[str, Any] | None, strange: str) -
         help=_EXPORT,
     )
     source.findings.append(finding.replace(severity="note"))
-    source.model = Description(config=config, dialect=Refused(finding))
+    source.model = Description(config=config, dialect=RefusedModel("Levanter", finding))
 
 
 def _describe_model(
@@ -180,7 +149,7 @@ def _describe_model(
             "merge, which keeps the names",
             run=["--config FILE", "fastshard merge CKPT OUT"],
         )
-        return Description("llama", dialect=Refused(finding))
+        return Description("llama", dialect=RefusedModel("Levanter", finding))
     if config_json.layout_of(config, label) not in _OF_CONFIG:
         finding = Finding.of(
             codes.UNSUPPORTED,
@@ -190,7 +159,7 @@ def _describe_model(
             got=shown(config.get("model_type")),
             help=_EXPORT,
         )
-        return Description("llama", config, path, dialect=Refused(finding))
+        return Description("llama", config, path, dialect=RefusedModel("Levanter", finding))
     return Description("llama", config, path, dialect=huggingface.DIALECT, spelling="Levanter")
 
 

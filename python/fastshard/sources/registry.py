@@ -91,6 +91,12 @@ def _load_torch_checkpointing() -> Adapter[Any]:
     return TorchCheckpointing()
 
 
+def _load_easylm() -> Adapter[Any]:
+    from .easylm.adapter import EasyLM
+
+    return EasyLM()
+
+
 def _load_peft() -> Adapter[Any]:
     from .peft.adapter import PeftAdapter
 
@@ -120,6 +126,7 @@ _ENTRIES: list[Entry] = [
     Entry(_load_universal, _marked(r"fp32\.pt$")),
     Entry(_load_deepspeed, _marked(r".*(?:model|optim)_states\.pt$")),
     Entry(_load_dcp, _marked(r".*\.(?:metadata|distcp)$")),
+    Entry(_load_easylm, _marked(r"streaming_(?:train_state|params)(?:_\d+)?$|[^.]*easylm[^.]*$")),
     Entry(_load_torch_checkpointing, _marked(r"metadata\.pkl$")),
     Entry(_load_fsdp_ranks, _marked(r".*_rank_?\d+\.(?:pt|bin)$")),
     Entry(_load_megatron, _marked(r"model_(?:optim_)?rng\.pt$")),

@@ -27,12 +27,6 @@ _KNOWN = (
         "save them with from_flax or from_tf as safetensors",
     ),
     (r".*\.nemo$", "an archive of NeMo", "unpack it"),
-    # source: EasyLM EasyLM/checkpoint.py (StreamingCheckpointer)
-    (
-        r"streaming_(train_state|params)(_\d+)?$",
-        "a stream of EasyLM, arrays of Flax in msgpack",
-        "convert it with EasyLM to the Hugging Face form, and name the result",
-    ),
     (
         r".*\.(ckpt|pt|pth)$",
         "a file that a trainer saved",
@@ -49,7 +43,6 @@ _KNOWN = (
 #: Formats that no reader opens, by the ending of a file's name.
 _UNREAD = compile_when_used(
     r"\.(gguf|ggml|onnx|engine|plan|tflite|pb|npz|npy|msgpack|h5|nemo|tar(\.\w+)?|tgz)$"
-    r"|^streaming_(train_state|params)(_\d+)?$"
 )
 _GGUF = b"GGUF"
 

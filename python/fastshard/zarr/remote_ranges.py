@@ -41,7 +41,12 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _fetch_range(wanted: Range) -> Iterator[None]:
+def fetch_range(wanted: Range) -> Iterator[None]:
+    """Bring a range to this host, and keep it here while it is read.
+
+    Raises:
+        FastshardError: if it cannot be brought.
+    """
     with _lock:
         brought = _ranges.setdefault(wanted, _Brought())
         brought.readers += 1
@@ -128,7 +133,7 @@ class RemoteStore:
             FastshardError: if the value cannot be brought.
         """
         wanted = self.range_of(key)
-        return _fetch_range(wanted) if wanted else contextlib.nullcontext()
+        return fetch_range(wanted) if wanted else contextlib.nullcontext()
 
 
 def send(wanted: Iterable[tuple[RemoteStore, str]]) -> None:

@@ -1,0 +1,1 @@
+"""EasyLM's streams of arrays."""

@@ -1,0 +1,117 @@
+"""EasyLM's LLaMA: the model in a stream, told by its names, and what its config must say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...common import codes
+from ...common.config_text import shown
+from ...common.errors import Finding
+from ...layouts import tables
+from ...layouts.declaration import Description, Optimizer, Source
+from ...models import config_json, huggingface
+from ..train_states import ModelAlone, RefusedModel
+
+_NAME = "EasyLM"
+_LAYOUT, _OF_CONFIG, _MODEL_TYPE = "easylm.llama", "hf.llama", "llama"
+#: Where the model's names begin: a train state's, its parameters', and those alone that newer versions save.
+#: source: EasyLM checkpoint.py (StreamingCheckpointer.save_all)
+_ROOTS = ("params.params.", "params.", "")
+#: Every model of EasyLM has it as its first module.
+_MODULE = "transformer."
+_HEAD = "lm_head.kernel"
+_EXPORT = (
+    "convert the model to Hugging Face with EasyLM (EasyLM.models.llama.convert_easylm_to_hf for a LLaMA), "
+    "and pass the result"
+)
+
+
+def describe(source: Source, names: Sequence[str], config: dict[str, Any] | None, path: Path | None) -> None:
+    """Declare table, axes and facts of the model in a stream; a model without a table gets none.
+
+    Args:
+        source: the declaration.
+        names: names of all arrays.
+        config: a Hugging Face ``config.json``: no stream states more of its model than the shapes.
+        path: its file.
+
+    Raises:
+        FastshardError: ``FS211`` for values of the config that have the wrong type.
+    """
+    root = next((r for r in _ROOTS if any(name.startswith(r + _MODULE) for name in names)), "")
+    own = {name.removeprefix(root) for name in names if name.startswith(root)}
+    beside = tuple(name for name in names if not name.startswith(root))
+    if not root:
+        # Keys of a train state lie beside the model's here, if they are there at all.
+        beside = tuple(sorted(name for name in own if name.startswith("opt_state.") or name == "step"))
+        own -= set(beside)
+    table = tables.table(_LAYOUT)
+    label = str(path) if path is not None else None
+    if strange := sorted(name for name in own if table.rule_of(name) is None):
+        finding = Finding.of(
+            codes.UNSUPPORTED,
+            "no layout for this model of EasyLM: its tensors can be merged, not converted to other layouts",
+            tensor=root + strange[0],
+            expected="a LLaMA",
+            help=_EXPORT,
+        )
+        source.findings.append(finding.replace(severity="note"))
+        source.model = Description(config=config, dialect=RefusedModel(_NAME, finding))
+        return
+    refused = _find_unknown(config, label) or _find_contradiction(config, own, root, label)
+    if refused is not None or config is None:
+        # Without the heads nothing says which rows of a weight are a pair's: names and bytes alone are known.
+        dialect = RefusedModel(_NAME, refused) if refused is not None else None
+        source.model = Description(_MODEL_TYPE, config, path, dialect=dialect)
+        source.findings += [refused] if refused is not None and refused.is_a("whole_checkpoint") else []
+        return
+    source.binding.layout = _LAYOUT
+    weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
+    source.binding.table, source.optimizer = weights, Optimizer(rules=ModelAlone(weights, beside))
+    source.model = Description(_MODEL_TYPE, config, path, dialect=huggingface.DIALECT, spelling=_NAME)
+    axes, facts, sets = config_json.described(config, label, own, _LAYOUT)
+    if source.binding.vocab_size:
+        axes.pop("V", None)
+    source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets
+    source.index.is_provable = True
+
+
+def _find_unknown(config: dict[str, Any] | None, label: str | None) -> Finding | None:
+    """Say what is not known of the model, or that the config is of another kind of model."""
+    if config is None:
+        return Finding.of(
+            codes.FACT_UNKNOWN,
+            "a stream of EasyLM does not say what its model computes (heads, rope_theta, eps)",
+            help="pass the config.json of the model's Hugging Face form; or merge, which keeps the names",
+            run=["--config FILE", "fastshard merge CKPT OUT"],
+        )
+    kind = config.get("model_type")
+    if kind == _MODEL_TYPE and config_json.layout_of(config, label) == _OF_CONFIG:
+        return None
+    return Finding.of(
+        codes.UNSUPPORTED,
+        f"no layout for a {shown(kind)} of EasyLM",
+        file=label,
+        expected="model_type llama",
+        got=shown(kind),
+        help="pass the config.json of the LLaMA that the stream holds",
+        run=["--config FILE"],
+    )
+
+
+def _find_contradiction(
+    config: dict[str, Any] | None, own: set[str], root: str, label: str | None
+) -> Finding | None:
+    """Report an output layer that the model of the config does not have: EasyLM's always has one."""
+    if config is None or not config.get("tie_word_embeddings") or _HEAD not in own:
+        return None
+    return Finding.of(
+        codes.CONFIG_DISAGREES,
+        "the config is of another model: one with tie_word_embeddings has no such tensor",
+        file=label or "the config",
+        tensor=root + _HEAD,
+        help="pass the config of this checkpoint",
+        run=["--config FILE"],
+    )
