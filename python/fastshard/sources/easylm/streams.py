@@ -123,7 +123,7 @@ class _Scanner:
             tensor=self._name,
             expected=f"at least {end} bytes",
             got=f"{self._size} bytes",
-            help="copy the stream again from the node that wrote it; if it is as short there, choose another step",
+            help="copy the stream again from the node that wrote it; if it is cut there, choose another step",
         )
 
     def _take(self, count: int, end: int) -> bytes:
