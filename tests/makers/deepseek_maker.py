@@ -4,6 +4,7 @@ which has a tower that sees beside it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,20 @@ YARN: dict[str, Any] = {
 
 
 def save_with_further_layers(folder: Path, depth: int, kind: str = "deepseek_v3") -> State:
-    """Saves a model with layers that predict further tokens, as DeepSeek-V3's own files hold them.
+    """Saves a model with layers that predict further tokens, as DeepSeek-V3's own files hold them."""
+    model(kind=kind, num_nextn_predict_layers=depth).save_pretrained(folder)
+    return add_further_layers(folder, depth)
+
+
+def add_further_layers(folder: Path, depth: int) -> State:
+    """Adds layers that predict further tokens to the files of a model.
 
     transformers has no such layers; their block is that of a layer with experts, their embedding and head are
-    copies. source: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md
+    copies. source: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md; zai-org/GLM-4.5 has the same
     """
-    model(kind=kind, num_nextn_predict_layers=depth).save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
-    layers, width = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    width = len(state["model.norm.weight"])
     torch.manual_seed(9)
     for layer in range(layers, layers + depth):
         begin = f"model.layers.{layer}."

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
@@ -66,6 +68,31 @@ def qwen(version: int, seed: int = 0, **changes: Any) -> Any:
             seed,
         )
     return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | {"head_dim": 8} | changes))), seed)
+
+
+def glm(seed: int = 0, **changes: Any) -> Any:
+    """A tiny GLM-4.5: DeepSeek-V3's mixture with heads, of which a half is rotated, and biases."""
+    sizes = {key: value for key, value in SIZES.items() if key != "num_local_experts"} | {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }
+    made = _filled(Glm4MoeForCausalLM(Glm4MoeConfig(**(sizes | changes))), seed)
+    for name, buffer in made.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.1)
+    return made
 
 
 def logits(made: Any) -> torch.Tensor:

@@ -41,6 +41,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "plain_queries": lambda: deepseek_maker.model(q_lora_rank=None, n_group=1, topk_group=1),
     "further_layers": lambda: deepseek_maker.model(num_nextn_predict_layers=1),
+    "glm": moe_maker.glm,
+    "glm_groups": lambda: moe_maker.glm(n_group=4, topk_group=2, use_qk_norm=False, attention_bias=False),
     "shared_gate": lambda: moe_maker.qwen(2, shared_expert_intermediate_size=20),
     "indexer": lambda: deepseek_maker.model(kind="deepseek_v32"),
     "indexer_yarn": lambda: deepseek_maker.model(kind="deepseek_v32", rope_parameters=deepseek_maker.YARN),

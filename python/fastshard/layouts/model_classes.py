@@ -62,6 +62,7 @@ KEYS = frozenset(
         "index_topk",
         "index_n_heads",
         "index_head_dim",
+        "use_qk_norm",
     )
 )
 #: Kinds of attention: heads, or groups of them, with keys and values of their own; keys and values from one

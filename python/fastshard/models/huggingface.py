@@ -52,7 +52,7 @@ def _says(of: ModelClass) -> Says:
         scalings=of.scalings,
         window=of.window in ("all", "named"),
         biases=[_places(biases) for biases in of.biases],
-        qk_norm=(of.qk_norm,),
+        qk_norm=(False, True) if of.having("use_qk_norm") else (of.qk_norm,),
         grouped=(False, True) if of.grouped else (False,),
         further_layers=of.having("num_nextn_predict_layers", "linear_num_key_heads"),
         attentions=of.attentions,
@@ -196,6 +196,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
             "rope_interleave": True,
         }
     return values | {
+        "use_qk_norm": model.attention.qk_norm,
         "index_topk": model.attention.indexed,
         "sliding_window": model.attention.window,
         # A window is in the layers from some number on, and only where the config says so.

@@ -253,6 +253,18 @@ DEEPSEEK = replace(
     shared_gate=(False,),
     further_layers=True,
 )
+#: The same mixture with heads.
+GLM = replace(
+    DEEPSEEK,
+    kind="GLM-4.5",
+    families=("glm4_moe",),
+    scalings=("default",),
+    shares=None,
+    biases=_ATTENTION_BIASES,
+    qk_norm=(False, True),
+    attentions=("heads",),
+    indexed=(False,),
+)
 
 
 @dataclass(frozen=True)
@@ -426,7 +438,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    kinds = [LLAMA, MIXTRAL, DEEPSEEK, QWEN3_NEXT, QWEN3_5]
+    kinds = [LLAMA, MIXTRAL, DEEPSEEK, GLM, QWEN3_NEXT, QWEN3_5]
     unsupported.refuse("Megatron-LM", kinds, model)
     lacking = [*list_lacks_of_mixture(model), *list_lacks_of_yarn(model.rope)]
     if lacking := [*lacking, *list_lacks_of_further_layers(model)]:
