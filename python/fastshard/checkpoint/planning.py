@@ -306,7 +306,8 @@ def _kept(opened: Opened, request: Request) -> dict[str, object]:
     These are the tensors that transformers' class keeps in float32, and those whose names are words for such
     tensors. Layout tables list such tensors themselves.
     """
-    if request.keep_dtype == "none":
+    if request.keep_dtype == "none" or request.dtype == "f32":
+        # A wider dtype loses nothing.
         return {"nothing": True}
     if request.dtype not in ("bf16", "f16"):
         return {}
