@@ -4,12 +4,16 @@ optimizer's moments beside them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from .._core import Rule, Table
+from ..common import toml_text
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
+from ..common.regex import compile_when_used
+from . import tables
 
 #: How a table treats what is no weight: rules for it, none, or rules that leave it out.
 State = Literal["kept", "absent", "left out"]
@@ -18,6 +22,8 @@ State = Literal["kept", "absent", "left out"]
 MOMENTS = {"mu": -1.0, "nu": -2.0}
 #: A layer's place in a name, where layers lie apart.
 _LAYERS = "layers_{L}"
+#: A layer's place among those of a set, which has numbers and a stack of its own.
+_OF_SET = compile_when_used(r"_\{L of (\w+)\}")
 #: Why the optimizer's state is not in a result.
 LEFT_OUT = "optimizer state: --optimizer takes it along, towards a layout that holds it"
 #: Why keys of random numbers are not in a result.
@@ -96,6 +102,43 @@ def scanned(rule: Rule, axis: int) -> Rule:
         return rule
     at = place(len(rule.dimensions or ()), axis)
     return rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))
+
+
+def table_of_weights(layout: str, axis: int | None) -> Table:
+    """Return a table of weights in which the layers of each set are stacked along an axis.
+
+    Rules for all layers stay as they are, for :func:`scanned`, as do those of a table that it extends.
+
+    Args:
+        layout: the table's name.
+        axis: as :func:`scanned` takes it; None for layers apart.
+    """
+    apart = tables.table(layout)
+    if axis is None or not any(_OF_SET.search(rule.name) for rule in apart.rules):
+        return apart
+    # A rule cannot be stacked along a set (Rule.stacked takes an axis), and only a text makes one of a set.
+    # Names and shapes are those that the core read; what else an entry says is taken over as it stands.
+    entries: list[dict[str, Any]] = toml_text.load(tables.get(layout))["tensor"]
+    own = apart.rules[-len(entries) :]
+    stacked = [
+        _stack_set(entry, rule, axis)
+        for entry, rule in zip(entries, own, strict=True)
+        if _OF_SET.search(rule.name)
+    ]
+    dropped = list(dict.fromkeys(str(rule["as"]).replace("{}", "*") for rule in stacked))
+    head = {"layout": f"{layout}.stacked", "family": apart.family, "extends": layout, "drop": dropped}
+    parts = [head, *stacked]
+    texts = ["\n".join(f"{key} = {json.dumps(value)}" for key, value in part.items()) for part in parts]
+    return apart.with_rules(Table("\n[[tensor]]\n".join(texts), apart).rules)
+
+
+def _stack_set(entry: dict[str, Any], rule: Rule, axis: int) -> dict[str, Any]:
+    """Return the entry of a table for the stack of the layers of a set, by that for one of them."""
+    match = _OF_SET.search(rule.name)
+    assert match is not None
+    dims = rule.dimensions or []
+    dims.insert(place(len(dims), axis), f"L in {match[1]}")
+    return entry | {"name": rule.name.replace(match[0], ""), "shape": f"[{','.join(dims)}]"}
 
 
 def place(rank: int, axis: int) -> int:

@@ -32,7 +32,7 @@ _MOMENT = compile_when_used(
 )
 _INDEX = compile_when_used(r"\.(\d{1,9})(?=\.|$)")
 #: A tensor of a single layer, and what lies before the layer's number.
-_LAYER = compile_when_used(r"(?:^|\.)layers([._])\d{1,9}\.")
+_LAYER = compile_when_used(r"(?:^|[._])layers([._])\d{1,9}\.")
 #: MaxText's place for variables that are no parameters. source: MaxText common/train_state_nnx.py
 _BESIDE = "nnx_aux."
 #: Parts of names that random numbers lie below. source: MaxText common/train_state_nnx.py
@@ -79,7 +79,7 @@ class NnxNames:
         return name
 
     def _spell_inner(self, name: str) -> str:
-        return name.replace("layers_{L}", f"layers{self.separator}{{L}}") + self.ending
+        return name.replace("layers_{L", f"layers{self.separator}{{L") + self.ending
 
     def _spell_optimizer(self, name: str) -> str:
         wrapped = any(stored.startswith(_OPTIMIZER) for stored in self.stored.values())

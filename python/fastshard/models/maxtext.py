@@ -2,7 +2,7 @@
 
 source: MaxText configs/base.yml and configs/models, configs/types.py,
     layers/{attentions,embeddings,decoders,moe}.py,
-models/{llama2,mistral,mixtral,qwen3,gpt3}.py
+models/{llama2,mistral,mixtral,qwen3,deepseek,gpt3}.py
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Evidence
-from . import huggingface, unsupported
+from . import huggingface, maxtext_latent, unsupported
 from .config_fields import flag, positive_number, whole_number
-from .model import Attention, Block, Experts, Lack, Model, Rope, unstated
+from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
 from .unsupported import Says
 
 #: Keys that tell MaxText's yml from other configs.
@@ -82,8 +82,13 @@ class DecoderBlock:
 
     @property
     def is_mixture(self) -> bool:
-        """True for a mixture of experts in every layer."""
+        """True for a mixture of experts."""
         return self.says.experts
+
+    @property
+    def is_latent(self) -> bool:
+        """True for attention over a latent, whose rotary embedding has one order of pairs."""
+        return "latent" in self.says.attentions
 
     @property
     def qk_norm(self) -> bool:
@@ -97,6 +102,20 @@ class DecoderBlock:
 
 
 _MIXTURE = replace(LLAMA, families=("mixtral", "qwen_moe", "qwen2_moe"), experts=True)
+_DEEPSEEK = replace(
+    _MIXTURE,
+    kind="DeepSeek-V3",
+    families=("deepseek_v3",),
+    scalings=("default", "yarn"),
+    fixed=(),
+    attentions=("latent",),
+    scores=("sigmoid",),
+    corrected=True,
+    grouped_experts=True,
+    scaled_experts=True,
+    shared_experts=True,
+    dense_layers="first",
+)
 #: The blocks that have a table. Of a mixture the weights of the best experts always add up to 1: MaxText
 #: takes the softmax over the best alone, so norm_topk_prob changes nothing.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
@@ -111,6 +130,12 @@ BLOCKS = (
         replace(_MIXTURE, kind="Qwen3-MoE", qk_norm=(True,)),
         {"qwen3_moe": "qwen3_moe"},
         {"use_qk_norm": True, "norm_topk_prob": True},
+    ),
+    DecoderBlock(
+        "deepseek_v3",
+        _DEEPSEEK,
+        {"deepseek_v3": "deepseek"},
+        {"attention_type": "mla", "routed_score_func": "sigmoid", "routed_bias": True},
     ),
 )
 
@@ -141,7 +166,10 @@ def block_of(model: Model) -> DecoderBlock:
         model = replace(model, blocks=tuple(_drop_window(block, positions) for block in model.blocks))
     kinds = [block.says for block in BLOCKS]
     unsupported.refuse("MaxText", kinds, model)
-    return BLOCKS[kinds.index(unsupported.fitting(model, kinds)[0])]
+    block = BLOCKS[kinds.index(unsupported.fitting(model, kinds)[0])]
+    if block.is_latent and (lacking := maxtext_latent.list_lacks(model)):
+        raise unsupported.refused("MaxText", block.says, lacking)
+    return block
 
 
 def _drop_window(block: Block, positions: int) -> Block:
@@ -155,6 +183,11 @@ def _drop_window(block: Block, positions: int) -> Block:
 def is_mixture(family: str) -> bool:
     """Return True if the tables of a family hold a mixture of experts."""
     return any(block.family == family and block.is_mixture for block in BLOCKS)
+
+
+def is_latent(family: str) -> bool:
+    """Return True if the tables of a family hold attention over a latent."""
+    return any(block.family == family and block.is_latent for block in BLOCKS)
 
 
 def names_family(config: Mapping[str, Any], family: str) -> bool:
@@ -195,6 +228,8 @@ def pairs_of(config: Mapping[str, Any], block: DecoderBlock) -> Pairs | None:
     Raises:
         FastshardError: ``FS211`` for invalid values, ``FS514`` for an embedding that is neither.
     """
+    if block.is_latent:
+        return Pairs(True, False)
     if not config:
         return None
     if not is_maxtext(config):
@@ -258,7 +293,7 @@ class MaxText:
                 help="pass MaxText's yml, which must say rope_type: default or llama3.1, or the model_name",
                 run=["--config FILE"],
             )
-        experts = Experts(_best(values)) if block.is_mixture else None
+        experts = _read_experts(values, block)
         remarks, assumed = [_order_open(block)] if pairs is None else [], {}
         found: dict[str, float | None] = {}
         for name, key, theirs in (
@@ -278,30 +313,40 @@ class MaxText:
                 assumed[name], found[name] = key, _DEFAULTS[key]
             else:
                 found[name] = positive_number(values, key, _DEFAULTS[key])
+        scaled = pairs is not None and pairs.scaled
+        rope = Rope(
+            found["rope.base"], 1.0, "llama3" if scaled else "default", LLAMA3_SCALING if scaled else {}
+        )
+        grouped = evidence.axes.get("r", 1) > 1 or bool(evidence.facts.get("gqa"))
+        blocks: tuple[Block, ...] = (Block(Attention(qk_norm=block.qk_norm, grouped=grouped), experts),)
+        others, positions = _besides(values, tied, block), None
+        if block.is_latent:
+            rope, some = maxtext_latent.read_rope(values, found["rope.base"])
+            others += some
+            positions = maxtext_latent.read_max_positions(values)
+            blocks = _list_blocks(experts, evidence)
+            remarks += _list_warnings(found["eps"], values)
         if values.get("decoder_block") is None and len(block.names) > 1:
             remarks.append(_report_assumed(f"decoder_block: config.json says {block.says.kind}", "note"))
+        lacking = ["max_position_embeddings"] if positions is None else []
         remarks.append(
             _report_assumed(
-                "max_position_embeddings, bos_token_id, eos_token_id: config.json lacks them, "
+                f"{', '.join([*lacking, 'bos_token_id', 'eos_token_id'])}: config.json lacks them, "
                 "and transformers takes its own defaults",
                 "warning",
             )
         )
-        scaled = pairs is not None and pairs.scaled
-        grouped = evidence.axes.get("r", 1) > 1 or bool(evidence.facts.get("gqa"))
-        attention = Attention(qk_norm=block.qk_norm, grouped=grouped)
         return Model(
             framework=self.name,
             family=evidence.family,
             eps=found["eps"],
-            rope=Rope(
-                found["rope.base"], 1.0, "llama3" if scaled else "default", LLAMA3_SCALING if scaled else {}
-            ),
-            blocks=(Block(attention, experts),),
+            rope=rope,
+            blocks=blocks,
             tied=tied,
+            max_positions=positions,
             # MaxText's block attends to all positions before. source: MaxText models/mistral.py
             kin=block.model_type(values.get("decoder_block")),
-            others=tuple(_besides(values, tied, block)),
+            others=tuple(others),
             words=_WORDS,
             assumed=assumed,
             remarks=tuple(remarks),
@@ -327,7 +372,7 @@ class MaxText:
                 help="pass the config of this model",
                 run=["--config FILE"],
             )
-        seen = Evidence(evidence.family, facts, evidence.axes)
+        seen = replace(evidence, facts={**evidence.facts, **facts})
         model = huggingface.DIALECT.read(config, seen)
         if pairs_of(config, block) is not None:
             return model
@@ -370,8 +415,12 @@ class MaxText:
             "normalization_layer_epsilon": 1e-6 if model.eps is None else model.eps,
             "decoder_block": block.names.get(str(model.kin), next(iter(block.names.values()))),
             **block.settings,
-            **order(interleaved, model.rope.kind == "llama3"),
         }
+        if block.is_latent:
+            out |= maxtext_latent.write(model)
+            findings += maxtext_latent.list_warnings(model.eps, "", file)
+        else:
+            out |= order(interleaved, model.rope.kind == "llama3")
         if model.experts is not None:
             out["num_experts_per_tok"] = model.experts.best
         if tied:
@@ -392,6 +441,26 @@ class MaxText:
 def order(interleaved: bool, scaled: bool) -> dict[str, Any]:
     """Return the keys of the order of pairs, which is always stated since it decides the values' meaning."""
     return {"rope_type": "llama3.1", "rope_use_scale": scaled} if interleaved else {"rope_type": "default"}
+
+
+def _read_experts(config: Mapping[str, Any], block: DecoderBlock) -> Experts | None:
+    """Return the mixture of experts of a yml; None for a block without one."""
+    if not block.is_mixture:
+        return None
+    best = _best(config)
+    return maxtext_latent.read_experts(config, best) if block.is_latent else Experts(best)
+
+
+def _list_blocks(experts: Experts | None, evidence: Evidence) -> tuple[Block, ...]:
+    """Return the kinds of layers of a model with attention over a latent, whose first layers are dense."""
+    attention = Attention("latent", latent_queries=evidence.facts.get("q_lora", False))
+    dense = evidence.sets["dense"][1] if "dense" in evidence.sets else ()
+    return change_layers([Block(attention, experts)], dense, evidence.axes.get("L", 0), drop_experts)
+
+
+def _list_warnings(eps: float | None, config: Mapping[str, Any]) -> list[Finding]:
+    name = config.get("model_name")
+    return maxtext_latent.list_warnings(eps, None if name is None else str(name))
 
 
 def _best(config: Mapping[str, Any]) -> int:
@@ -430,18 +499,19 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
         *((key, "none", value, not value) for key, value in caps),
     ]
     if block.is_mixture:
-        checks += _routing(config)
+        checks += _routing(config, block)
     if tied:
         normalised = config.get("normalize_embedding_logits", True)
         checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
-    return [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
+    lacking = maxtext_latent.list_lacks_of_yml(config) if block.is_latent else []
+    return lacking + [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
 
 
-def _routing(config: Mapping[str, Any]) -> list[tuple[str, str, Any, bool]]:
+def _routing(config: Mapping[str, Any], block: DecoderBlock) -> list[tuple[str, str, Any, bool]]:
     """List checks of how tokens are led to experts: name, expected, got, and whether it is as expected."""
     checks = [
         (key, shown(neutral), config.get(key), config.get(key) in (None, neutral))
-        for key, neutral in _NEUTRAL_ROUTING.items()
+        for key, neutral in ({} if block.is_latent else _NEUTRAL_ROUTING).items()
     ]
     # With sparse_matmul no token is dropped. source: MaxText layers/moe.py, RoutedMoE.__call__
     capacity, sparse = config.get("capacity_factor"), config.get("sparse_matmul", True)

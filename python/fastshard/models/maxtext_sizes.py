@@ -10,9 +10,9 @@ from typing import Any
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding
-from . import config_json
+from . import config_json, maxtext_latent
 from .config_fields import integer, whole_number
-from .maxtext import is_maxtext, is_mixture
+from .maxtext import is_latent, is_maxtext, is_mixture
 from .overridden_settings import find_overridden_settings, is_config_json, read_settings
 
 
@@ -70,9 +70,14 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
         key: whole_number(config, key, 1) for key in ("head_dim", "vocab_size") if config.get(key) is not None
     }
     out |= {"num_experts": whole_number(config, "num_experts", 1)} if config.get("num_experts") else {}
-    if _is_size(config, "trainable_position_size"):
-        out["trainable_position_size"] = whole_number(config, "trainable_position_size", 1)
-    return out
+    # A rank of 0: queries come straight from the state.
+    others = (
+        "trainable_position_size",
+        *maxtext_latent.SIZES.values(),
+        "shared_experts",
+        "first_num_dense_layers",
+    )
+    return out | {key: whole_number(config, key, 1) for key in others if _is_size(config, key)}
 
 
 def _is_size(config: dict[str, Any], key: str) -> bool:
@@ -110,6 +115,8 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         axes |= {"h": heads} if heads else {}
         return axes
     axes.pop("S", None)
+    if is_latent(family):
+        return _axes_of_latent(axes, have)
     axes |= {"g": groups} if groups else {}
     if heads and groups:
         if heads % groups:
@@ -121,6 +128,18 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
             )
         axes["r"] = heads // groups
     return axes
+
+
+def _axes_of_latent(axes: dict[str, int], have: dict[str, int]) -> dict[str, int]:
+    """Return the axes of a model with attention over a latent, whose dense layers have a size of their own.
+
+    source: MaxText layers/attention_mla.py (MLA), layers/moe.py (RoutedAndSharedMoE)
+    """
+    names = {"F": "mlp_dim", "M": "moe_mlp_dim", "a": "num_query_heads", **maxtext_latent.SIZES}
+    kept = {axis: size for axis, size in axes.items() if axis not in ("F", "d")}
+    kept |= {axis: have[name] for axis, name in names.items() if name in have}
+    shared = have.get("shared_experts")
+    return kept | ({"S": shared * kept["M"]} if shared and "M" in kept else {})
 
 
 #: Settings of the model by their names in :func:`.read_settings`, as keys of a yml.
@@ -152,6 +171,7 @@ _SETTINGS = (
     "num_experts_per_tok",
     "norm_topk_prob",
     "use_qk_norm",
+    *maxtext_latent.KEPT,
 )
 
 

@@ -16,17 +16,20 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..layouts import nnx_names, tables
 from ..layouts.declaration import Description, Optimizer, Source
-from ..layouts.jax_train_states import Rules, place, scanned
+from ..layouts.jax_train_states import Rules, place, scanned, table_of_weights
 from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
 from ..layouts.nnx_names import NnxNames
 from ..models import config_json, maxtext, maxtext_sizes
 from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
-FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe")
+FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3")
 #: Where a scan may have put the layers, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
-_STACKED = "decoder.layers."
+#: A stack of layers: of all, or of one kind that has numbers of its own.
+_STACKED = re.compile(r"decoder\.(?:[a-z]+_)?layers\.")
+#: A tensor of one kind of layers: the kind, and the number where layers lie apart.
+_OF_KIND = re.compile(r"decoder\.([a-z]+)_layers(?:_(\d{1,9}))?\.")
 #: Tensors named in findings at most.
 _NAMED = 20
 
@@ -64,7 +67,7 @@ def describe(
     shapes = {
         name.removeprefix(root): tuple(shape) for name, (_, shape) in arrays.items() if name.startswith(root)
     }
-    stacked = any(name.startswith(_STACKED) for name in shapes)
+    stacked = any(map(_STACKED.match, shapes))
     source.framework, source.binding.pass_unknown = "MaxText", True
     source.tensor_findings += _find_repeated(tree)
     if tree.factors and not shapes:
@@ -78,7 +81,6 @@ def describe(
     facts = config_json.axes_and_facts(config)[1] if config and same else None
     source.model = Description(family, config, dialect=maxtext.MaxText(facts))
     source.binding.layout = f"maxtext.{family}"
-    table = tables.table(source.binding.layout)
     source.binding.axes = maxtext_sizes.axes_of(config or {}, family)
     source.index.is_provable = source.index.is_provable or bool(config)
     _facts(source, shapes, config or {}, config_path)
@@ -88,7 +90,11 @@ def describe(
     for where, claim in claims:
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
-    axis, unclear = _scan_axis(table, shapes, source.binding.axes, config or {}) if stacked else (None, None)
+    layout = source.binding.layout
+    axis, unclear = _scan_axis(layout, shapes, source.binding.axes, config or {}) if stacked else (None, None)
+    table = table_of_weights(layout, axis)
+    if maxtext.is_latent(family):
+        _declare_kinds(source, shapes, axis, config or {})
     is_spelled = any(name != stored for name, stored in tree.stored.items())
     spell = tree.spell if is_spelled else None
     names = names_of(root, arrays)
@@ -103,8 +109,9 @@ def describe(
     _groups(source, shapes)
 
 
-def _weights(table: Table, axis: int | None) -> Table:
+def _weights(layout: str, axis: int | None) -> Table:
     """Return the rules of the weights under their names below the root, stacked along the axis if given."""
+    table = table_of_weights(layout, axis)
     rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
     named = [rule if axis is None else scanned(rule, axis) for rule in rules]
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
@@ -162,7 +169,7 @@ def _family(
     strange: dict[str, list[str]] = {}
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
-        table = _weights(tables.table(f"maxtext.{family}"), 0 if stacked else None)
+        table = _weights(f"maxtext.{family}", 0 if stacked else None)
         strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
     # Tables of one hub differ in the MLP alone. Where all of it is lost, a yml says which one is meant.
@@ -229,6 +236,28 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
         "interleaved": interleaved,
         "qk_norm": block.qk_norm,
     }
+    if block.is_latent:
+        _facts_of_latent(source, shapes, config, where)
+
+
+def _facts_of_latent(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], where: str) -> None:
+    """Declare the facts that decide which tensors attention over a latent and its router have."""
+    found = {"query": False, "wq_a": False, "wq_b": False, "bias": False}
+    for name in shapes:
+        module, _, leaf = name.rpartition(".")
+        for part in (module.rpartition(".")[2], leaf):
+            if part in found:
+                found[part] = True
+    has_latent = found["wq_a"] or found["wq_b"]
+    rank = integer(config, "q_lora_rank")
+    q_lora = has_latent or (not found["query"] and (rank is None or rank > 0))
+    if rank is not None and has_latent != found["query"] and (rank > 0) != has_latent:
+        source.findings.append(_contradiction("q_lora_rank", rank, "wq_a" if has_latent else "query", where))
+    # Every model of transformers that has this layout has the bias; where all of it is lost, a yml says so.
+    biased = found["bias"] or (
+        flag(config, "routed_bias") is True if maxtext.is_maxtext(config) else bool(config)
+    )
+    source.binding.facts |= {"q_lora": q_lora, "routed_bias": biased, "shared_experts": True}
 
 
 def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -251,26 +280,62 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
     rules = source.optimizer.rules
-    if not name.startswith(_STACKED) or not isinstance(rules, Rules) or rules.scan is None:
+    if not _STACKED.match(name) or not isinstance(rules, Rules) or rules.scan is None:
         return None
     return place(len(shape) - 1, rules.scan)
 
 
+def _declare_kinds(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], axis: int | None, config: dict[str, Any]
+) -> None:
+    """Declare which layers are of which kind: as the config states it, else by how many of each there are.
+
+    The dense ones come first. source: MaxText layers/decoders.py
+    """
+    counts: dict[str, Counter[int]] = {"dense": Counter(), "moe": Counter()}
+    for name, shape in shapes.items():
+        match = _OF_KIND.match(name)
+        if match is None or match[1] not in counts:
+            continue
+        if match[2] is not None:
+            counts[match[1]][int(match[2]) + 1] += 1
+        elif axis is not None and shape:
+            counts[match[1]][shape[place(len(shape) - 1, axis)]] += 1
+    seen = {kind: _count_layers(found, axis) for kind, found in counts.items()}
+    key = "first_num_dense_layers" if maxtext.is_maxtext(config) else "first_k_dense_replace"
+    stated = integer(config, key)
+    count = source.binding.axes.get("L")
+    dense = seen["dense"] if stated is None or stated < 0 else stated
+    count = dense + seen["moe"] if count is None else count
+    dense = min(dense, count)
+    kinds = {"dense": range(dense), "moe": range(dense, count), "main": range(count), "mtp": range(0)}
+    kinds["main_moe"] = kinds["moe"]
+    source.binding.sets = {kind: ("L", list(layers)) for kind, layers in kinds.items()}
+    source.binding.axes["L"] = count
+
+
+def _count_layers(found: Counter[int], axis: int | None) -> int:
+    """Return how many layers of a kind there are: as most stacks have, or up to the last number."""
+    if not found:
+        return 0
+    return max(found) if axis is None else found.most_common(1)[0][0]
+
+
 def _scan_axis(
-    table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
+    layout: str, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
 ) -> tuple[int, FastshardError | None]:
     """Return the axis of the layers: as the config states it, else the one that fits all shapes."""
     declared_axis = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
     if declared_axis is not None:
         return declared_axis, None
-    ranks = [len(shape) for name, shape in shapes.items() if name.startswith(_STACKED) and shape]
+    ranks = [len(shape) for name, shape in shapes.items() if _STACKED.match(name) and shape]
     wrong: dict[int, int] = {}
     seen: set[tuple[int, ...]] = set()
     for axis in _SCAN_AXES:
         places = tuple(place(rank - 1, axis) for rank in ranks)
         if places not in seen:
             seen.add(places)
-            wrong[axis] = _weights(table, axis).misfits(dict(shapes), axes)
+            wrong[axis] = _weights(layout, axis).misfits(dict(shapes), axes)
     best = [axis for axis, count in wrong.items() if count == min(wrong.values())]
     if len(best) == 1 or wrong[best[0]]:
         return best[0], None

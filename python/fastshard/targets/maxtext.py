@@ -14,11 +14,11 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
-from ..layouts import jax_train_states, tables
+from ..layouts import jax_train_states
 from ..layouts.declaration import Source
 from ..layouts.jax_train_states import Names, Rules
 from ..layouts.maxtext_names import FILE, default_names
-from ..models import maxtext
+from ..models import maxtext, maxtext_latent
 from ..models.model import Model
 from .base import Bound, Completed, padded_rows, positive
 from .form import Form
@@ -86,14 +86,19 @@ class MaxTextTarget:
         elif fused_qkv is not None:
             raise FastshardError.of(codes.USAGE, "--fused-qkv: only GPT-3 has such projections in MaxText")
         elif own:
-            facts = {fact: source.binding.facts[fact] for fact in ("tied", "qk_norm")}
+            kept = ("tied", "qk_norm", "q_lora", "routed_bias")
+            facts = {fact: source.binding.facts[fact] for fact in kept if fact in source.binding.facts}
+            _refuse_order(_block(source), rope_type)
             facts["interleaved"], model = _kept_order(source, rope_type), None
         else:
             model = model_of(source, "MaxText")
             block = maxtext.block_of(model)
             family = block.family
+            _refuse_order(block, rope_type)
             facts = {"tied": model.tied, "qk_norm": model.attention.qk_norm}
             facts["interleaved"] = _order(model, block, rope_type)
+            if block.is_latent:
+                facts |= {"q_lora": model.attention.latent_queries, "routed_bias": True}
         layout = f"maxtext.{family}"
         # A checkpoint of MaxText's own keeps the names of its state.
         same = source.binding.layout is not None and source.binding.layout.startswith("maxtext.")
@@ -103,7 +108,7 @@ class MaxTextTarget:
     def form(self) -> Form:
         """Return the form of the result, with the derived table."""
         derived = jax_train_states.table(
-            tables.table(self.layout),
+            jax_train_states.table_of_weights(self.layout, self.scan),
             self.names,
             scan=self.scan,
             optimizer="kept" if self.optimizer else "absent",
@@ -158,7 +163,7 @@ class MaxTextTarget:
 
     def _ordered(self) -> list[Finding]:
         """Return a note on the MaxText run that needs this order of queries and keys."""
-        if self.model is None or not self.facts.get("interleaved"):
+        if self.model is None or "a" in self.source.binding.axes or not self.facts.get("interleaved"):
             return []
         return [
             Finding.of(
@@ -174,7 +179,9 @@ class MaxTextTarget:
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
         """Report queries that another layout scales, for which no exact inverse exists."""
-        return [] if self.model is None or self.model.attention.qk_norm else scaled_queries(axes)
+        if self.model is None or self.model.attention.qk_norm or self.model.attention.kind == "latent":
+            return []
+        return scaled_queries(axes)
 
 
 def scaled_queries(axes: dict[str, int]) -> list[Finding]:
@@ -249,6 +256,20 @@ def _order(model: Model, block: maxtext.DecoderBlock, rope_type: str | None) -> 
     return block.interleaved or scaled if wanted is None else wanted
 
 
+def _refuse_order(block: maxtext.DecoderBlock, rope_type: str | None) -> None:
+    """Refuse a choice of ``rope_type`` where there is none.
+
+    Raises:
+        FastshardError: ``FS515``.
+    """
+    if rope_type is not None and block.is_latent:
+        raise FastshardError.of(
+            codes.USAGE,
+            f"--rope-type: {block.says.kind} of MaxText has the rotary embedding yarn alone",
+            help="leave it out",
+        )
+
+
 def _fits(scaled: bool, wanted: bool | None) -> None:
     if scaled and wanted is False:
         raise FastshardError.of(
@@ -267,21 +288,26 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             the wrong type.
     """
     source = target.source
-    gpt3 = "fused_qkv" in target.facts
-    heads = axes["h"] if gpt3 else axes["g"] * axes["r"]
+    gpt3, latent = "fused_qkv" in target.facts, "a" in axes
+    # Attention over a latent has keys and values for each head.
+    heads = axes["h"] if gpt3 else axes["a"] if latent else axes["g"] * axes["r"]
     out: dict[str, Any] = {
         "base_emb_dim": axes["H"],
         "base_num_query_heads": heads,
-        "base_num_kv_heads": heads if gpt3 else axes["g"],
+        "base_num_kv_heads": heads if gpt3 or latent else axes["g"],
         "base_mlp_dim": axes["F"],
         "base_num_decoder_layers": axes["L"],
-        "head_dim": axes["d"],
+        **({} if latent else {"head_dim": axes["d"]}),
         "vocab_size": target.vocabulary(axes),
         "scan_layers": target.scan is not None,
         **({} if target.scan is None else {"param_scan_axis": target.scan}),
     }
     if "E" in axes:
-        out |= {"base_moe_mlp_dim": axes["F"], "num_experts": axes["E"]}
+        out |= {"base_moe_mlp_dim": axes["M"] if latent else axes["F"], "num_experts": axes["E"]}
+    if latent:
+        out |= {key: axes.get(axis, 0) for axis, key in maxtext_latent.SIZES.items()}
+        out |= {"shared_experts": axes["S"] // axes["M"]}
+        out |= {"first_num_dense_layers": len(source.binding.sets["dense"][1])}
     if target.optimizer and target.names.count == "opt_state.count":
         # Optax numbers the states of its chain; this optimizer alone has these names. source: MaxText
         # optimizers
@@ -296,6 +322,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             "rope_max_timescale",
             "normalize_embedding_logits",
             "norm_topk_prob",
+            *(maxtext_latent.KEPT if latent else ()),
         )
         out |= {key: given[key] for key in kept if given.get(key) is not None}
     if gpt3:
@@ -319,7 +346,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             out |= {} if best is None else {"num_experts_per_tok": best}
             findings += [maxtext.best_is_open(FILE)] if best is None else []
         rope = maxtext.pairs_of(given, block)
-        if rope is not None:
+        if rope is not None and not block.is_latent:
             out |= maxtext.order(target.facts["interleaved"], rope.scaled)
     else:
         told, findings = maxtext.DIALECT.write(target.model, target.facts["interleaved"], tied, FILE)
