@@ -171,6 +171,19 @@ def test_merging_keeps_every_name(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "out"), arrange(tensors, config, 1))
 
 
+def test_deepseek_v2_is_merged_and_not_taken_for_v3(tmp_path: Path) -> None:
+    """It has no bias for the choice of experts, and scores them by a softmax."""
+    config, tensors, _ = files("straight")
+    tree = {n: a for n, a in arrange(tensors, config, 1).items() if not n.endswith("gate.bias")}
+    yml = {"routed_bias": None, "routed_score_func": "softmax"}
+    source = checkpoint("straight", tmp_path / "run", tree=tree, **yml)
+    ran = cli("merge", source, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert_same(read(tmp_path / "out"), tree)
+    ran = cli("convert", source, tmp_path / "hf", "--to", "hf")
+    assert {f["code"] for f in ran.errors} == {"FS514"} and "routed_score_func" in ran.out, ran.out
+
+
 @pytest.mark.parametrize("separator", [".", "_"])
 def test_a_state_of_nnx_has_the_same_layers(separator: str, tmp_path: Path) -> None:
     """As flax NNX names it: no collections, each variable a node, layers in a list or apart."""
