@@ -588,7 +588,10 @@ class Rule:
         """The rule for the same tensors under another pattern of names. Raises CoreError (``FS210``) for one
         that is none."""
     def stacked(self, axis: str, at: int) -> Rule:
-        """The rule for such tensors stacked along an axis, which becomes dimension ``at``."""
+        """The rule for such tensors stacked along an axis, which becomes dimension ``at``.
+
+        ``L in moe`` is the layers of a set. Raises CoreError (``FS210``) for what is no axis.
+        """
     def slot(self, slot: str, power: float) -> Rule:
         """The rule for what an optimizer keeps of each element, canonical ``slot.NAME``, of its own type.
 

@@ -126,9 +126,7 @@ def test_no_text_of_a_table_is_built_or_searched() -> None:
     package = Path(fastshard.__file__).parent
     # Tables that follow from a list, and no table's text, are written there for the core to read.
     made_of_lists = package / "expected/names_on_disk.py"
-    # Stacks of the layers of a set, until Rule.stacked takes one: names and shapes as the core reads them.
-    stacks_of_sets = package / "layouts/jax_train_states.py"
-    for file in set(package.rglob("*.py")) - {made_of_lists, stacks_of_sets}:
+    for file in set(package.rglob("*.py")) - {made_of_lists}:
         text = file.read_text()
         assert "[[tensor]]" not in text and "layouts.get(" not in text and "tables.get(" not in text, (
             file.relative_to(package)

@@ -234,6 +234,8 @@ def test_choices_that_are_none(key: str, value: Any, tmp_path: Path) -> None:
         {"use_qk_norm": True},
         {"num_experts": 8},
         {"final_logits_soft_cap": 30.0},
+        {"moba": True},
+        {"use_untrainable_positional_embedding": True},
         {"rope_linear_scaling_factor": 8},
     ],
     ids=lambda more: next(iter(more)),

@@ -4,16 +4,13 @@ optimizer's moments beside them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from .._core import Rule, Table
-from ..common import toml_text
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
-from . import tables
 
 #: How a table treats what is no weight: rules for it, none, or rules that leave it out.
 State = Literal["kept", "absent", "left out"]
@@ -98,47 +95,12 @@ def scanned(rule: Rule, axis: int) -> Rule:
     A negative axis counts from the end, including the axis of layers. An axis beyond the last, which flax
     refuses for vectors, means the last. source: flax core/axes_scan.py
     """
+    at = place(len(rule.dimensions or ()), axis)
+    if (of := _OF_SET.search(rule.name)) is not None:
+        return rule.stacked(f"L in {of[1]}", at).renamed(rule.name.replace(of[0], ""))
     if _LAYERS not in rule.name:
         return rule
-    at = place(len(rule.dimensions or ()), axis)
     return rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))
-
-
-def table_of_weights(layout: str, axis: int | None) -> Table:
-    """Return a table of weights in which the layers of each set are stacked along an axis.
-
-    Rules for all layers stay as they are, for :func:`scanned`, as do those of a table that it extends.
-
-    Args:
-        layout: the table's name.
-        axis: as :func:`scanned` takes it; None for layers apart.
-    """
-    apart = tables.table(layout)
-    if axis is None or not any(_OF_SET.search(rule.name) for rule in apart.rules):
-        return apart
-    # A rule cannot be stacked along a set (Rule.stacked takes an axis), and only a text makes one of a set.
-    # Names and shapes are those that the core read; what else an entry says is taken over as it stands.
-    entries: list[dict[str, Any]] = toml_text.load(tables.get(layout))["tensor"]
-    own = apart.rules[-len(entries) :]
-    stacked = [
-        _stack_set(entry, rule, axis)
-        for entry, rule in zip(entries, own, strict=True)
-        if _OF_SET.search(rule.name)
-    ]
-    dropped = list(dict.fromkeys(str(rule["as"]).replace("{}", "*") for rule in stacked))
-    head = {"layout": f"{layout}.stacked", "family": apart.family, "extends": layout, "drop": dropped}
-    parts = [head, *stacked]
-    texts = ["\n".join(f"{key} = {json.dumps(value)}" for key, value in part.items()) for part in parts]
-    return apart.with_rules(Table("\n[[tensor]]\n".join(texts), apart).rules)
-
-
-def _stack_set(entry: dict[str, Any], rule: Rule, axis: int) -> dict[str, Any]:
-    """Return the entry of a table for the stack of the layers of a set, by that for one of them."""
-    match = _OF_SET.search(rule.name)
-    assert match is not None
-    dims = rule.dimensions or []
-    dims.insert(place(len(dims), axis), f"L in {match[1]}")
-    return entry | {"name": rule.name.replace(match[0], ""), "shape": f"[{','.join(dims)}]"}
 
 
 def place(rank: int, axis: int) -> int:

@@ -55,6 +55,15 @@ _WORDS = {
 #: not.
 #: source: MaxText layers/moe.py (GateLogit, RoutedMoE.get_topk)
 _NEUTRAL_ROUTING: dict[str, Any] = {"routed_score_func": "", "use_random_routing": False}
+#: Settings that change what every block computes, and no tensor shows.
+#: source: MaxText layers/attention_op.py (moba), layers/decoders.py, layers/attentions.py
+_ABSENT = (
+    "attn_logits_soft_cap",
+    "final_logits_soft_cap",
+    "moba",
+    "use_mrope",
+    "use_untrainable_positional_embedding",
+)
 #: Its Llama block, which sees all positions before. source: MaxText models/{llama2,mistral}.py
 #: (attention_type is global)
 LLAMA = Says(
@@ -481,7 +490,7 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
     activations = config.get("mlp_activations", ["silu", "linear"])
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
-    caps = [(key, config.get(key)) for key in ("attn_logits_soft_cap", "final_logits_soft_cap")]
+    absent = [(key, config.get(key)) for key in _ABSENT]
     name, names = config.get("decoder_block"), list(block.names.values())
     norms = config.get("use_qk_norm")
     checks = [
@@ -496,7 +505,7 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
             bool(norms) == block.qk_norm or (norms is None and block.qk_norm),
         ),
         ("num_experts", "1", experts, experts == 1 or block.is_mixture),
-        *((key, "none", value, not value) for key, value in caps),
+        *((key, "none", value, not value) for key, value in absent),
     ]
     if block.is_mixture:
         checks += _routing(config, block)

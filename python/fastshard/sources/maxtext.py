@@ -16,7 +16,7 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..layouts import nnx_names, tables
 from ..layouts.declaration import Description, Optimizer, Source
-from ..layouts.jax_train_states import Rules, place, scanned, table_of_weights
+from ..layouts.jax_train_states import Rules, place, scanned
 from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
 from ..layouts.nnx_names import NnxNames
 from ..models import config_json, maxtext, maxtext_sizes
@@ -92,7 +92,7 @@ def describe(
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
     layout = source.binding.layout
     axis, unclear = _scan_axis(layout, shapes, source.binding.axes, config or {}) if stacked else (None, None)
-    table = table_of_weights(layout, axis)
+    table = tables.table(layout)
     if maxtext.is_latent(family):
         _declare_kinds(source, shapes, axis, config or {})
     is_spelled = any(name != stored for name, stored in tree.stored.items())
@@ -111,7 +111,7 @@ def describe(
 
 def _weights(layout: str, axis: int | None) -> Table:
     """Return the rules of the weights under their names below the root, stacked along the axis if given."""
-    table = table_of_weights(layout, axis)
+    table = tables.table(layout)
     rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
     named = [rule if axis is None else scanned(rule, axis) for rule in rules]
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])

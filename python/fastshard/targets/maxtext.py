@@ -14,7 +14,7 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
-from ..layouts import jax_train_states
+from ..layouts import jax_train_states, tables
 from ..layouts.declaration import Source
 from ..layouts.jax_train_states import Names, Rules
 from ..layouts.maxtext_names import FILE, default_names
@@ -108,7 +108,7 @@ class MaxTextTarget:
     def form(self) -> Form:
         """Return the form of the result, with the derived table."""
         derived = jax_train_states.table(
-            jax_train_states.table_of_weights(self.layout, self.scan),
+            tables.table(self.layout),
             self.names,
             scan=self.scan,
             optimizer="kept" if self.optimizer else "absent",

@@ -170,8 +170,8 @@ impl Rule {
         Ok(Rule { inner: self.inner.renamed(name).map_err(bad)? })
     }
 
-    fn stacked(&self, axis: &str, at: usize) -> Self {
-        Rule { inner: self.inner.stacked(axis, at) }
+    fn stacked(&self, axis: &str, at: usize) -> PyResult<Self> {
+        Ok(Rule { inner: self.inner.stacked(axis, at).map_err(bad)? })
     }
 
     fn slot(&self, slot: &str, power: f64) -> Self {

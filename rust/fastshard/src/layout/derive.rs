@@ -52,14 +52,19 @@ impl Entry {
         Ok(Entry { name: Pattern::parse(name)?, ..self.clone() })
     }
 
-    /// The rule for such tensors stacked: `axis` becomes dimension `at`. A rule without a shape stays as it is.
-    pub fn stacked(&self, axis: &str, at: usize) -> Entry {
+    /// The rule for such tensors stacked: `axis`, or those of its positions that are in a set (`L in moe`), becomes
+    /// dimension `at`. A rule without a shape stays as it is.
+    ///
+    /// # Errors
+    /// Says what is wrong with the axis.
+    pub fn stacked(&self, axis: &str, at: usize) -> std::result::Result<Entry, String> {
         let mut stacked = self.clone();
         if let Some(shape) = &mut stacked.shape {
-            let factor = Factor::Axis { name: axis.into(), padded: None };
-            shape.dims.insert(at.min(shape.dims.len()), vec![factor]);
+            let added = expr::parse_shape(&format!("[{axis}]"))?;
+            let at = at.min(shape.dims.len());
+            shape.dims.splice(at..at, added.dims);
         }
-        stacked
+        Ok(stacked)
     }
 
     /// The rule for what an optimizer keeps of each element: the canonical tensor `slot.NAME`, which keeps its element
@@ -195,9 +200,11 @@ mod tests {
         let table = Table::parse(TABLE).unwrap();
         let q = &table.entries[1];
         assert_eq!(q.dimensions().unwrap(), ["H", "h*d"]);
-        let stacked = q.stacked("L", 1).renamed("layers.q").unwrap();
+        let stacked = q.stacked("L", 1).unwrap().renamed("layers.q").unwrap();
         assert_eq!(stacked.dimensions().unwrap(), ["H", "L", "h*d"]);
-        assert_eq!(q.stacked("L", 9).dimensions().unwrap(), ["H", "h*d", "L"]);
+        assert_eq!(q.stacked("L", 9).unwrap().dimensions().unwrap(), ["H", "h*d", "L"]);
+        assert_eq!(q.stacked("L in moe", 0).unwrap().dimensions().unwrap(), ["L in moe", "H", "h*d"]);
+        assert!(q.stacked("L in", 0).is_err());
         let moment = stacked.slot("nu", -2.0);
         assert_eq!((moment.canonical.as_str(), moment.add, moment.keep_dtype), ("nu.q", 0.0, true));
         let extents = Extents::from([("t".into(), 2), ("c".into(), 8)]);
@@ -209,7 +216,7 @@ mod tests {
         assert_eq!(derived.rule_of("mu.layers.q"), Some(1));
         assert_eq!(derived.rule_of("layers_0.q"), None);
         // The layer's number in the name and its axis in the shape contradict each other.
-        let error = table.with(vec![q.stacked("L", 0)]).unwrap_err().to_string();
+        let error = table.with(vec![q.stacked("L", 0).unwrap()]).unwrap_err().to_string();
         assert!(error.contains("both in the name and in the shape"), "{error}");
         assert!(q.renamed("layers_{L").is_err());
     }
