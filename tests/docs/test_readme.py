@@ -24,6 +24,7 @@ ROWS = {
     "ColossalAI (pipeline stages)": ("colossalai",),
     "GPT-NeoX, Llama architecture": ("neox_llama",),
     "GPT-NeoX, its own architecture": ("neox_pipeline", "neox_sequential"),
+    "Levanter and EasyLM, Llama": ("levanter", "easylm"),
     "MaxText, Llama and Mixtral": ("maxtext_scan", "maxtext_unscan", "maxtext_mixtral"),
     "MaxText and Paxml, GPT-3": ("maxtext_gpt3", "paxml"),
     "Orbax, any arrays": ("orbax",),
