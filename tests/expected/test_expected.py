@@ -258,6 +258,7 @@ def test_a_worker_that_takes_too_long_or_too_much_is_ended(tmp_path: Path) -> No
     # An import of torch takes more than a second of a processor.
     assert "it takes more than 1 s of processor time" in str(refused(config, tmp_path / "a", timeout=1))
     assert refused(config, tmp_path / "a", memory=32 << 20).code == "FS514"
+    assert fastshard.expected_tensors(tmp_path / "a", timeout=float("inf")).tensors
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

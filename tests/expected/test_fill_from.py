@@ -318,3 +318,26 @@ def test_what_is_taken_is_what_the_manifest_of_the_model_says(mtp: tuple[Path, P
             assert finding["code"] == "FS308" and finding["tensor"] == name
             assert finding["message"].startswith(f"the model {base} (--fill-from): content differs")
             assert not (tmp_path / f"out{number}").exists()
+
+
+def test_another_file_of_the_model_may_have_changed(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    """Nothing is taken from it."""
+    trained, original = mtp
+    base = tmp_path / "base"
+    size = "40KB"
+    assert cli("merge", original, base, "--transformers", "off", "--max-shard-size", size).code == 0
+    taken = {
+        file
+        for name, file in json.loads((base / "model.safetensors.index.json").read_text())[
+            "weight_map"
+        ].items()
+        if ".layers.4." in name
+    }
+    other = next(file for file in sorted(base.glob("*.safetensors")) if file.name not in taken)
+    tensors = load_file(other)
+    save_file(tensors, other, {"format": "pt", "note": "saved again"})
+    assert cli("merge", trained, tmp_path / "out", "--fill-from", base).code == 0
+    changed = base / min(taken)
+    save_file({name: tensor + 1 for name, tensor in load_file(changed).items()}, changed, {"format": "pt"})
+    ran = cli("merge", trained, tmp_path / "bad", "--fill-from", base)
+    assert ran.code == 1 and ran.having("FS308"), ran.out

@@ -235,14 +235,29 @@ def test_other_models_are_refused_by_name(tmp_path: Path, ocdbt: bool) -> None:
     assert "Levanter" in ran.errors[0]["message"] and "Levanter's own tool" in ran.errors[0]["help"]
 
 
-def test_arrays_of_zeros_that_the_store_leaves_out(tmp_path: Path) -> None:
-    """An array that is absent in a store where others of as many chunks are complete is one of zeros."""
+def test_moments_of_zeros_that_the_store_leaves_out(tmp_path: Path) -> None:
+    """The first moments of a run are zeros, and the store leaves them out."""
+    model = made("qwen2")
+    arrays = as_train_state(as_levanter(model))
+    for name, values in arrays.items():
+        if name.startswith("opt_state/"):
+            arrays[name] = np.zeros_like(values)
+    step = save(tmp_path / "step-20", arrays, chunks=2)
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config_of(model, tmp_path / "c"))
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", model)
+
+
+def test_a_weight_of_zeros_is_zeros_by_the_users_word_alone(tmp_path: Path) -> None:
+    """A store with an older manifest lacks whole arrays, and no data file shows it."""
     model = made("qwen2")
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.bias.zero_()
     step = save(tmp_path / "step-20", as_train_state(as_levanter(model)), chunks=2)
-    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config_of(model, tmp_path / "c"))
+    command = ("convert", "--to", "hf", "--config", config_of(model, tmp_path / "c"))
+    assert_refused(step, tmp_path / "out", "FS111", command=command, exit=3)
+    ran = cli(command[0], step, tmp_path / "out", *command[1:], "--accept", "elided-zeros")
     assert ran.code == 0, ran.errors
     assert_same_model(tmp_path / "out", model)
 

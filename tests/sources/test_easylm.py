@@ -161,6 +161,25 @@ def test_the_newest_of_several_is_taken(tmp_path: Path, config: Path) -> None:
     assert cli("inspect", tmp_path / "run", "--step", "streaming_params").code == 0
 
 
+@pytest.mark.parametrize("content", [None, b"", b"junk"])
+def test_a_stream_beside_weights_of_hugging_face_is_none_of_them(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    """The model in the folder is what it was without the stream, which may be another's or a log's."""
+    model = made()
+    model.save_pretrained(tmp_path / "hf")
+    stream = tmp_path / "hf/logs/streaming_params"
+    other = made()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 1
+    write_stream(stream, as_easylm(other).items())
+    if content is not None:
+        stream.write_bytes(content)
+    assert cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf").code == 0
+    assert_same_model(tmp_path / "out", model)
+
+
 def refuse(stream: Path, config: Path, out: Path, code: str) -> dict[str, Any]:
     """One error of a conversion, soon, and nothing is left behind."""
     began = time.monotonic()

@@ -21,6 +21,8 @@ __all__ = ["answer_of"]
 _WORKER = Path(__file__).with_name("transformers_worker.py")
 #: The limit by the clock, in multiples of the limit on processor time.
 PATIENCE = 10
+#: A longer limit in seconds, infinity among them, is none.
+_LONGEST = 1e6
 #: What the worker has of the environment: where programs and libraries lie, and the language.
 _ENVIRONMENT = (
     "PATH",
@@ -64,9 +66,9 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
         root = Path(folder)
         for name in ("cwd", "home"):
             (root / name).mkdir()
-        request = json.dumps(
-            question | {"path": _packages(), "memory": memory, "processor_seconds": math.ceil(timeout)}
-        )
+        is_limited = timeout < _LONGEST
+        seconds = math.ceil(timeout) if is_limited else 0
+        request = json.dumps(question | {"path": _packages(), "memory": memory, "processor_seconds": seconds})
         (root / "asked.json").write_text(request, "utf-8")
         words = [sys.executable, "-I", str(_WORKER), str(root / "asked.json"), str(root / "answer.json")]
         with (root / "said").open("wb") as output:
@@ -80,7 +82,7 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
                 start_new_session=True,
             )
             try:
-                process.wait(PATIENCE * timeout)
+                process.wait(PATIENCE * timeout if is_limited else None)
             except subprocess.TimeoutExpired:
                 return {"error": f"it takes longer than {PATIENCE * timeout:g} s", "kind": "limit"}
             finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from .. import _core
 from ..common import codes
@@ -267,8 +267,7 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
     """Report contradictions within a config.
 
     They are settings under two keys with different values, lists with an entry for each layer whose length
-    differs from the number of layers, and more chosen experts, or groups of them, than there are.
-    transformers refuses such lists, and the routers stop at such numbers.
+    differs from the number of layers, which transformers refuses, and more chosen experts than there are.
     source: transformers configuration_utils.py (layer_type_validation)
 
     Args:
@@ -302,26 +301,32 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
 
 
 def _find_impossible_choices(config: Mapping[str, Any], prefix: str, file: str) -> list[Finding]:
-    """Report a mixture that chooses more experts, or groups of them, than it has."""
+    """Warn of a mixture that chooses more experts, or groups of them, than it has.
+
+    A class may build no router all the same: with one expert, or where no layer has experts.
+    """
     findings = []
     for of, keys in _CHOSEN_OF.items():
-        has = next((config[key] for key in keys if key in config), None)
-        chosen = config.get(of)
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (has, chosen)):
+        key = next((key for key in keys if key in config), None)
+        count, chosen = config.get(key or ""), config.get(of)
+        if not _is_count(count) or not _is_count(chosen) or count < 2 or chosen <= count:
             continue
-        if chosen > has:  # type: ignore[operator]
-            key = next(key for key in keys if key in config)
-            findings.append(
-                Finding.of(
-                    codes.CONFIG_DISAGREES,
-                    f"{prefix}{of} is {chosen}, and {prefix}{key} is {has}: the router cannot choose as many",
-                    file=file,
-                    expected=f"{of} of at most {has}",
-                    got=str(chosen),
-                    help="restore the config.json of the model",
-                )
+        findings.append(
+            Finding.of(
+                codes.CONFIG_DISAGREES,
+                f"{prefix}{of} is {chosen}, and {prefix}{key} is {count}: a router cannot choose as many",
+                severity="warning",
+                file=file,
+                expected=f"{of} of at most {count}",
+                got=str(chosen),
+                help="restore the config.json of the model",
             )
+        )
     return findings
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:

@@ -55,6 +55,11 @@ def is_state_of_step(names: Collection[str]) -> bool:
     return _ROOT + _EMBEDDING in names
 
 
+def find_state(names: Collection[str]) -> frozenset[str]:
+    """Return the names of a train state's arrays that are no weights."""
+    return frozenset(name for name in names if name.startswith(_STATE))
+
+
 def find_lost_model(names: Collection[str], where: str) -> Finding | None:
     """Report a step that holds what lies beside a model, and no model."""
     if not names or not all(name.startswith(_STATE) for name in names):

@@ -22,7 +22,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=TIMEOUT,
-        help="for building the model (default: 60)",
+        help="processor time for building the model; ten times as long by the clock (default: 60)",
     )
     parser.add_argument("--no-cache", action="store_true", help="make the list anew, and do not keep it")
     add_common(parser, run=False, reads=False)

@@ -26,6 +26,8 @@ from .streams import StoredArray, is_stream, scan
 
 #: source: EasyLM checkpoint.py (StreamingCheckpointer.save_all)
 _STREAM = compile_when_used(r"^streaming_(?P<what>train_state|params)(?:_(?P<step>\d{1,18}))?$")
+#: Weights of Hugging Face: a stream beside them is what somebody made of them, or they of it.
+_WEIGHTS = compile_when_used(r".*\.safetensors$|pytorch_model.*\.bin$")
 #: Bytes of a block: large arrays are read by rows.
 _BLOCK = 32 << 20
 #: Streams that a message names at most.
@@ -53,6 +55,8 @@ class EasyLM:
             FastshardError: ``FS106`` for several streams of which nothing says which one is meant, and as
                 :func:`~fastshard.sources.easylm.streams.scan`.
         """
+        if not listing.single and any(_WEIGHTS.match(file.name) for file in listing.files):
+            return None
         streams = [file for file in listing.files if _STREAM.match(file.name)]
         if listing.single and not streams and is_stream(_path_of(listing, listing.files[0])):
             streams = listing.files

@@ -220,7 +220,9 @@ def _evidence(
         expected=expected,
         lost={k: why for h in union.parts for k, why in h.lost.items() if k not in union.keys},
         by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
-        is_shared=len(places) == 1 and places[0].is_levanter and places[0].ocdbt,
+        beside=levanter_model.find_state(union.arrays)
+        if len(places) == 1 and places[0].is_levanter and places[0].ocdbt
+        else frozenset(),
         where=places[0].label(listing),
     )
     return replace(evidence, present=completeness.at_hand(union.arrays, union.of_process, evidence))

@@ -51,8 +51,9 @@ class Evidence:
     lost: Mapping[str, str] = field(default_factory=dict)
     #: Arrays that one process wrote, with their metadata.
     by_primary: Set[str] = frozenset()
-    #: True if all processes write into one store, as Levanter's do.
-    is_shared: bool = False
+    #: Arrays beside the model in a store that all processes write into, as Levanter's do. First moments are
+    #: zeros; no weight is zeros as a whole.
+    beside: Set[str] = frozenset()
     #: Where messages say that it is.
     where: str = ""
 
@@ -212,7 +213,7 @@ def _count(array: Array) -> int:
 def _is_left_out_whole(
     array: Array, absent: Sequence[tuple[int, ...]], evidence: Evidence, widest: int
 ) -> bool:
-    """Return True for an array that all processes left out of the store that they share.
+    """Return True for an array beside the model that all processes left out of the store that they share.
 
     Its first device belongs to the process that commits. Where processes wrote to disks of their own, that
     one's store holds a part of each array; and no array that is divided among them is complete there.
@@ -224,7 +225,7 @@ def _is_left_out_whole(
         widest: most chunks of an array that is complete.
     """
     return (
-        evidence.is_shared
+        array.name in evidence.beside
         and evidence.committed
         and array.fill is not None
         and len(absent) == _count(array) <= widest
@@ -276,7 +277,7 @@ def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -
             f"the directories of all {evidence.implied} processes are here"
             if known
             else "arrays of as many chunks are complete, in the store that all processes share"
-            if evidence.is_shared
+            if evidence.beside
             else "others of all the devices that held these are here, in stores that each process writes at "
             "once"
         ),
