@@ -65,6 +65,8 @@ def _says(of: ModelClass) -> Says:
         grouped_experts=of.having("n_group"),
         scaled_experts=of.having("routed_scaling_factor"),
         shared_experts=of.having("n_shared_experts", "shared_expert_intermediate_size"),
+        # All of GLM's have them; a mixture of heads without them is of other classes.
+        needs_shared_experts=of.having("n_shared_experts") and not of.latent,
         shared_gate=(of.having("shared_expert_intermediate_size"),),
         dense_layers="any"
         if of.dense_layout or of.having("mlp_only_layers")

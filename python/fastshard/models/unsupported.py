@@ -75,6 +75,8 @@ class Says:
     grouped_experts: bool = False
     scaled_experts: bool = False
     shared_experts: bool = False
+    #: Every mixture has such experts.
+    needs_shared_experts: bool = False
     #: Further experts may have a gate, or must have one.
     shared_gate: Collection[bool] = (False,)
     #: Layers that may have no experts: ``none``, the ``first`` ones, or ``any``.
@@ -189,6 +191,9 @@ class Says:
         ):
             if has and not may_have:
                 yield Lack(model.word(f"experts.{field}", "kind of experts"), expected, got)
+        if self.needs_shared_experts and not experts.shared:
+            word = model.word("experts.shared", "kind of experts")
+            yield Lack(word, "shared experts", "no shared experts")
         if experts.shared_gate not in self.shared_gate:
             word = model.word("experts.shared_gate", "gate of shared experts")
             yield Lack(word, _either(self.shared_gate), _flag(experts.shared_gate))
