@@ -126,41 +126,6 @@ def embedder(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "warnings"),
-    [
-        ({"num_experts_per_tok": 4}, 0),
-        ({"num_experts_per_tok": 5}, 1),
-        ({"n_group": 2, "topk_group": 3}, 1),
-        ({"n_group": None, "topk_group": 3}, 0),
-    ],
-)
-def test_a_router_chooses_among_the_experts_that_there_are(
-    changes: dict[str, Any], warnings: int, tmp_path: Path
-) -> None:
-    torch.manual_seed(5)
-    made = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=4)
-    transformers.MixtralForCausalLM(made).save_pretrained(tmp_path / "in")
-    config = tmp_path / "in/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    for verb in (("verify",), ("convert", "--to", "megatron")):
-        out = (tmp_path / "out",) if verb[0] == "convert" else ()
-        ran = cli(verb[0], tmp_path / "in", *out, *verb[1:])
-        assert ran.code == 0, ran.out
-        assert len(ran.having("FS215", severity="warning")) == warnings
-
-
-def test_a_class_that_builds_no_router_chooses_nothing(tmp_path: Path) -> None:
-    """Jamba with one expert has an MLP in its place, and its config says that two are chosen."""
-    sizes = {"num_key_value_heads": 4, "num_experts": 1, "use_mamba_kernels": False}
-    torch.manual_seed(5)
-    made = transformers.JambaConfig(**SIZES, **sizes, mamba_d_state=4, mamba_dt_rank=4)
-    assert made.num_experts_per_tok == 2
-    transformers.JambaForCausalLM(made).save_pretrained(tmp_path / "in")
-    ran = cli("verify", tmp_path / "in")
-    assert ran.code == 0 and not ran.having("FS215"), ran.out
-
-
 @pytest.mark.parametrize("verb", [("merge",), ("convert", "--to", "hf")])
 def test_modules_of_an_embedding_model_go_along(verb: tuple[str, ...], tmp_path: Path) -> None:
     source, out = embedder(tmp_path / "in"), tmp_path / "out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from .. import _core
 from ..common import codes
@@ -29,13 +29,6 @@ _OTHER_HEADS = {
 
 #: Keys of the text model's config in that of a model with towers.
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-
-
-#: Keys of what a router chooses, and those of what it chooses from, by the classes of transformers.
-_CHOSEN_OF = {
-    "num_experts_per_tok": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "topk_group": ("n_group",),
-}
 
 
 def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -266,8 +259,8 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
     """Report contradictions within a config.
 
-    They are settings under two keys with different values, lists with an entry for each layer whose length
-    differs from the number of layers, which transformers refuses, and more chosen experts than there are.
+    They are settings under two keys with different values, and lists with an entry for each layer whose
+    length differs from the number of layers. transformers refuses such lists.
     source: transformers configuration_utils.py (layer_type_validation)
 
     Args:
@@ -277,7 +270,6 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
     parts = [("", config), *((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))]
     findings = find_repeated_settings(config, file)
     for prefix, part in parts:
-        findings += _find_impossible_choices(part, prefix, file)
         layers, kinds = part.get("num_hidden_layers"), part.get("layer_types")
         if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(kinds, list):
             continue
@@ -298,35 +290,6 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
             )
         )
     return findings
-
-
-def _find_impossible_choices(config: Mapping[str, Any], prefix: str, file: str) -> list[Finding]:
-    """Warn of a mixture that chooses more experts, or groups of them, than it has.
-
-    A class may build no router all the same: with one expert, or where no layer has experts.
-    """
-    findings = []
-    for of, keys in _CHOSEN_OF.items():
-        key = next((key for key in keys if key in config), None)
-        count, chosen = config.get(key or ""), config.get(of)
-        if not _is_count(count) or not _is_count(chosen) or count < 2 or chosen <= count:
-            continue
-        findings.append(
-            Finding.of(
-                codes.CONFIG_DISAGREES,
-                f"{prefix}{of} is {chosen}, and {prefix}{key} is {count}: a router cannot choose as many",
-                severity="warning",
-                file=file,
-                expected=f"{of} of at most {count}",
-                got=str(chosen),
-                help="restore the config.json of the model",
-            )
-        )
-    return findings
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:
