@@ -15,6 +15,7 @@ from fastshard.sources.colossalai import missing_shards
 from fastshard.sources.dcp import metadata as dcp
 from fastshard.sources.deepspeed import adapter as deepspeed
 from fastshard.sources.deepspeed import universal
+from fastshard.sources.easylm import adapter as easylm
 from fastshard.sources.fsdp import find_files as fsdp
 from fastshard.sources.huggingface import rank_shards, tp_safetensors
 from fastshard.sources.megatron import adapter as megatron
@@ -31,6 +32,7 @@ PATTERNS: dict[str, list[Any]] = {
     "deepspeed": [deepspeed._LAYER, deepspeed._RANK, deepspeed._ZERO3, deepspeed._OPTIM],
     "dcp": [dcp.OF_RANK, r"(?s)\A.*\.distcp\Z", r"\A\.metadata\Z"],
     "fsdp_ranks": [fsdp._WORLD, fsdp._ACCELERATE],
+    "easylm": [easylm._STREAM, r"\A[^./]*easylm[^./]*\Z"],
     "megatron": [megatron._RANK],
     "orbax": [
         find_items._CHUNK,
