@@ -15,7 +15,7 @@ from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding, error_for
 from .config_fields import flag, integer, positive_number, refused, whole_number
-from .model import Experts, Lack, Model, Rope, unstated
+from .model import LATENT_EPS, Experts, Lack, Model, Rope, unstated
 
 #: Sizes of a yml that only this attention has, by the tables' axes.
 SIZES = {
@@ -25,9 +25,6 @@ SIZES = {
     "rope": "qk_rope_head_dim",
     "vd": "v_head_dim",
 }
-#: What the norms of the latents add in transformers, whatever a config says; MaxText has one eps.
-#: source: transformers models/deepseek_v3/modeling_deepseek_v3.py (DeepseekV3Attention)
-_LATENT_EPS = 1e-6
 #: Only under such a name MaxText chooses among groups, and weighs experts by their scores without the bias.
 #: source: MaxText layers/moe.py (GateLogit.__call__, RoutedMoE.get_topk)
 _ROUTED_NAME = "deepseek3"
@@ -238,12 +235,12 @@ def list_warnings(eps: float | None, model_name: str | None, file: str | None = 
                 "override_model_config=true and the settings of the yml as arguments",
             )
         )
-    if eps is not None and not math.isclose(eps, _LATENT_EPS):
+    if eps is not None and not math.isclose(eps, LATENT_EPS):
         findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
                 f"the norms of the latents add {eps:g} in MaxText, as all of its norms do, and "
-                f"{_LATENT_EPS:g} in transformers, whatever a config says",
+                f"{LATENT_EPS:g} in transformers, whatever a config says",
                 severity="warning",
                 file=file,
             )

@@ -26,6 +26,7 @@ from .megatron_sizes import (
     size,
 )
 from .model import (
+    LATENT_EPS,
     Block,
     Experts,
     Lack,
@@ -39,9 +40,6 @@ from .model import (
 #: Of each group as many experts count as these are together, and transformers counts two.
 #: source: group_limited_topk there; transformers models/deepseek_v3 (DeepseekV3TopkRouter)
 _BEST_IN_GROUP = 2
-#: What transformers' and Megatron's norms of latents have in common: the former take their own default.
-#: source: transformers models/deepseek_v3 (DeepseekV3Attention: q_a_layernorm, kv_a_layernorm)
-_LATENT_EPS = 1e-6
 #: What YaRN hangs on, by transformers' keys: Megatron's arguments and the value where config.json has none.
 YARN: dict[str, tuple[str, float | None]] = {
     "factor": ("rotary_scaling_factor", None),
@@ -57,7 +55,7 @@ YARN: dict[str, tuple[str, float | None]] = {
 _FIXED_OF_INDEXER: dict[str, tuple[Any, ...]] = {
     "dsa_indexer_rope_interleaved": (False,),
     "dsa_indexer_scoring_relu": (True, None),
-    "dsa_indexer_k_norm_epsilon": (_LATENT_EPS, None),
+    "dsa_indexer_k_norm_epsilon": (LATENT_EPS, None),
     "dsa_indexer_topk_freq": (1, None),
     "dsa_indexer_skip_topk_offset": (0, None),
 }
@@ -207,8 +205,8 @@ def list_lacks_of_mixture(model: Model) -> list[Lack]:
         # source: transformer_config.py, "Please use --moe-router-pre-softmax when topk is 1."
         expected = "2 or more: Megatron-LM does not normalise the weight of one"
         lacking.append(Lack("number of best experts", expected, "1"))
-    if is_latent(model) and model.eps not in (None, _LATENT_EPS):
-        expected = f"{_LATENT_EPS}, which transformers' norms of latents have"
+    if is_latent(model) and model.eps not in (None, LATENT_EPS):
+        expected = f"{LATENT_EPS}, which transformers' norms of latents have"
         lacking.append(Lack(model.word("eps"), expected, f"{model.eps}"))
     return lacking
 

@@ -11,6 +11,10 @@ from ..common.records import dataclass, field, replace
 from ..layouts import model_classes
 from ..layouts.declaration import Evidence, Source
 
+#: What transformers' norms of latents add, whatever a config says: they take their own default.
+#: source: transformers models/deepseek_v3 (DeepseekV3Attention: q_a_layernorm, kv_a_layernorm)
+LATENT_EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class Lack:
