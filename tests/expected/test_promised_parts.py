@@ -58,7 +58,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     # With a table, which knows of MTP layers and of shared experts.
     "deepseek": lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**EXPERTS | LATENT)),
     # Without.
-    "glm": lambda: transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**EXPERTS, head_dim=4)),
+    "glm": lambda: transformers.Glm4MoeLiteForCausalLM(
+        transformers.Glm4MoeLiteConfig(
+            **EXPERTS | LATENT, mlp_layer_types=["dense", "sparse", "sparse"], num_nextn_predict_layers=1
+        )
+    ),
     "qwen": lambda: transformers.Qwen3_5ForCausalLM(
         transformers.Qwen3_5TextConfig(
             **SIZES,
@@ -233,10 +237,18 @@ def test_half_of_the_mtp_layers_is_an_error(name: str, tmp_path: Path) -> None:
 
 def test_fewer_mtp_layers_than_promised_are_an_error(tmp_path: Path) -> None:
     tensors, config = made("glm")
-    source = saved(tmp_path / "in", tensors | mtp_of("glm"), config | {"num_nextn_predict_layers": 2})
+    source = saved(tmp_path / "glm", tensors | mtp_of("glm"), config | {"num_nextn_predict_layers": 2})
     (found,) = told(source)
     assert (found.code, found.severity) == ("FS102", "error") and "2 MTP layers" in found.message
     assert "MTP layer 2" in (found.got or "")
+    # Of a table it is one of the layers that it counts.
+    tensors, config = made("deepseek")
+    tensors = tensors | mtp_of("deepseek")
+    source = saved(tmp_path / "deepseek", tensors, config | {"num_nextn_predict_layers": 2})
+    (found,) = told(source)
+    assert (found.code, found.severity) == ("FS103", "error") and found.message.startswith(
+        "layer 4 is missing"
+    )
 
 
 # --- towers

@@ -11,6 +11,7 @@ from typing import Any
 
 import fastshard
 import pytest
+import tomlkit
 import torch
 import transformers
 from fastshard import FastshardError
@@ -19,6 +20,7 @@ from fastshard.layouts.declaration import Evidence
 from fastshard.layouts.model_classes import KEYS
 from fastshard.models import huggingface
 from fastshard.models.model import Attention, Block, Experts, Model, Rope
+from fastshard.models.tensor_words import WORDS
 from helpers import TYPES_WITH_OWN_CODE
 
 CLASSES = tables.classes()
@@ -60,6 +62,24 @@ def test_a_section_is_of_a_class_of_transformers(kind: str) -> None:
     other |= {"num_nextn_predict_layers"}
     assert set(of.keys) - other <= set(stated) | set(type(config).attribute_map)
     assert set(of.null) <= stated.keys()
+
+
+def kept_names(layout: str) -> list[str]:
+    """The tensors that a table keeps in their dtype, those of the tables that it extends among them."""
+    text = (Path(tables.__file__).parent / f"{layout}.toml").read_text()
+    table = tomlkit.parse(text).unwrap()
+    own = [rule["name"] for rule in table.get("tensor", ()) if rule.get("keep_dtype")]
+    return own + (kept_names(table["extends"]) if "extends" in table else [])
+
+
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
+def test_what_transformers_computes_with_in_float32_keeps_its_dtype(kind: str) -> None:
+    of = CLASSES[kind]
+    words = set(getattr(transformers, of.architecture)._keep_in_fp32_modules_strict or ())
+    kept = kept_names(of.layout)
+    assert {word for word in words if not any(name.endswith(f".{word}") for name in kept)} == set()
+    words |= set(WORDS["kept"])
+    assert [name for name in kept if not name.endswith(tuple(f".{word}" for word in words))] == []
 
 
 @pytest.mark.parametrize("kind", OF_TRANSFORMERS)
