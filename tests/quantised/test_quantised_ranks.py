@@ -56,6 +56,7 @@ def rank_of(folder: Path, rank: int, forms: str) -> None:
             continue
         _, tensors = model(form)
         dcp.save(divided(tensors, mesh), checkpoint_id=folder / f"{number}")
+        dcp.save(divided(tensors, mesh, 1), checkpoint_id=folder / f"{number}_columns")
         lost = {name: t for name, t in tensors.items() if name != companion(tensors)}
         dcp.save(divided(lost, mesh), checkpoint_id=folder / f"{number}_lost")
     if forms != "chosen":
@@ -74,7 +75,6 @@ def rank_of(folder: Path, rank: int, forms: str) -> None:
             at.mkdir(exist_ok=True)
             torch.save(divided(held, mesh), at / f"model_world_size_2_rank_{rank}.pt")
     _, tensors = model("fp8 blocks")
-    dcp.save(divided(tensors, mesh, 1), checkpoint_id=folder / "columns")
     damaged = dict(tensors)
     damaged[f"{UP}.weight_scale_inv"] = torch.zeros_like(tensors[f"{UP}.weight_scale_inv"])
     dcp.save(divided(damaged, mesh), checkpoint_id=folder / "zero")
@@ -103,9 +103,9 @@ def save(folder: Path, forms: str) -> Path:
     finally:
         forks.kill()
     for number, form in enumerate(FORMS):
-        names = [f"{number}", f"{number}_lost"]
+        names = [f"{number}", f"{number}_lost", f"{number}_columns"]
         names += [f"{c}_{form.replace(' ', '_')}_{name}" for c in CONTAINERS for name in ("whole", "lost")]
-        names += ["columns", "zero"] if form == "fp8 blocks" else []
+        names += ["zero"] if form == "fp8 blocks" else []
         for name in names:
             if (folder / name).exists():
                 (folder / name / "config.json").write_text(json.dumps(model(form)[0]))
@@ -192,16 +192,18 @@ def test_other_containers_of_ranks(container: str, form: str, saved: Path, tmp_p
     assert cli("diff", tmp_path / "out", tmp_path / "again").code == 0
 
 
-def test_divided_columns_are_kept_and_have_values_once_they_are_merged(saved: Path, tmp_path: Path) -> None:
-    refused = assert_refused(
-        saved / "columns", tmp_path / "out", "FS514", exit=2, options=("--dtype", "bf16")
-    )
-    assert refused.having("FS514", help="merge the checkpoint without --dtype first")
-    assert cli("merge", saved / "columns", tmp_path / "kept").code == 0
-    assert cli("merge", tmp_path / "kept", tmp_path / "out", "--dtype", "bf16").code == 0
-    rows = saved / str(list(FORMS).index("fp8 blocks"))
-    assert cli("merge", rows, tmp_path / "rows", "--dtype", "bf16").code == 0
-    assert cli("diff", tmp_path / "rows", tmp_path / "out").code == 0
+@pytest.mark.parametrize("form", at_once(FORMS, CHOSEN))
+def test_divided_columns_have_the_values_of_divided_rows(form: str, saved: Path, tmp_path: Path) -> None:
+    number = list(FORMS).index(form)
+    rows, columns = saved / str(number), saved / f"{number}_columns"
+    assert cli("merge", columns, tmp_path / "kept").code == 0
+    have, want = read_result(tmp_path / "kept"), model(form)[1]
+    assert have.keys() == want.keys() and all(same_bytes(have[n], t) for n, t in want.items())
+    cast = ("--dtype", "bf16", "--accept", "non-finite")
+    codes = [cli("merge", source, tmp_path / f"{source.name}_out", *cast).code for source in (rows, columns)]
+    assert codes == ([0, 0] if form in ORACLES else [2, 2])
+    if form in ORACLES:
+        assert cli("diff", tmp_path / f"{number}_out", tmp_path / f"{number}_columns_out").code == 0
 
 
 def test_scales_that_are_zero_are_named(saved: Path) -> None:

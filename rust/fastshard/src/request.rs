@@ -11,6 +11,7 @@ mod coded;
 pub(crate) mod lookalikes;
 mod passes;
 mod plain;
+mod seen_as;
 mod state;
 
 use crate::catalog::Catalog;

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...common.patterns import PatternBudget, PatternList
 from ...common.records import dataclass, field
-from .sizes import Sizes, Stored, ceil_div
+from .sizes import Sizes, Stored, ceil_div, each_channel
 from .values import NoValuesError, ValueAccess, Values
 
 __all__ = [
@@ -146,8 +146,8 @@ def one(sizes: Sizes) -> list[tuple[int, ...]]:
 
 
 def each_row(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return the shapes of one value per row."""
-    return [(*sizes.lead, sizes.rows, 1), (*sizes.lead, sizes.rows)]
+    """Return the shapes of one value per row, or per output channel of a convolution."""
+    return [(*sizes.lead, sizes.rows, 1), (*sizes.lead, sizes.rows), *each_channel(sizes)]
 
 
 def groups(size: int) -> Callable[[Sizes], list[tuple[int, ...]]]:

@@ -6,7 +6,7 @@ import math
 
 from ...common.records import dataclass
 
-__all__ = ["Sizes", "Stored", "ceil_div"]
+__all__ = ["Sizes", "Stored", "ceil_div", "each_channel"]
 
 #: Dtype and shape of a tensor.
 Stored = tuple[str, tuple[int, ...]]
@@ -34,3 +34,11 @@ class Sizes:
 def ceil_div(n: int, by: int) -> int:
     """Return the number of blocks of a length in an extent, the last of which may be short."""
     return -(-n // by) if by > 0 else 0
+
+
+def each_channel(sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return the shapes of one value for each output channel of a convolution; none for a matrix."""
+    if not sizes.lead:
+        return []
+    channels = sizes.lead[0]
+    return [(channels,), (channels, 1), (channels, *(1 for _ in sizes.shape[1:]))]

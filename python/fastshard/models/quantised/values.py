@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...common import codes
 from ...common.errors import Finding
 from ...common.records import dataclass
-from .sizes import Sizes, ceil_div
+from .sizes import Sizes, ceil_div, each_channel
 
 __all__ = [
     "E2M1",
@@ -152,6 +152,8 @@ def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -
         grid = [sizes.matrices[0], ceil_div(sizes.rows, rows), ceil_div(sizes.columns, columns)]
         if shape in _spelled(sizes.lead, *grid[1:]):
             return [1, min(rows, high), min(columns, wide)], grid
+    if shape in each_channel(sizes):
+        return [math.prod(sizes.lead[1:]), high, wide], [sizes.lead[0], 1, 1]
     raise NoValuesError(f"scales of {list(shape)} are of no blocks of {list(sizes.shape)}")
 
 

@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, HashMap};
 use serde::Deserialize;
 
 use super::assembled::Gathered;
+use super::seen_as::seen_as;
 use crate::codes;
 use crate::error::Finding;
 use crate::layout::resolve::Stored;
 use crate::name::Name;
-use crate::plan::{BoxPiece, Coded, Pieces, RangePiece, StoredTensor};
-use crate::tensor::{c_strides, element_count, Dtype};
+use crate::plan::{Coded, Pieces, StoredTensor};
+use crate::tensor::{element_count, Dtype};
 
 /// A tensor whose values are made of codes.
 #[derive(Debug, Deserialize)]
@@ -142,39 +143,6 @@ impl Gathered {
         ));
         Ok(self.stored.len() as u32 - 1)
     }
-}
-
-/// The same bytes as a tensor of another shape and dtype; None where they do not lie one after another.
-fn seen_as(tensor: &StoredTensor, shape: &[u64], dtype: Dtype) -> Option<Pieces> {
-    let own = c_strides(&tensor.shape);
-    let count = element_count(&tensor.shape)?;
-    let ranges = match &tensor.pieces {
-        Pieces::View { blob, offset, strides } => {
-            let is_run = *strides == own || count <= 1;
-            return is_run.then(|| Pieces::View { blob: *blob, offset: *offset, strides: c_strides(shape) });
-        }
-        Pieces::Coded(_) => return None,
-        Pieces::Ranges(ranges) => ranges.clone(),
-        Pieces::Boxes(boxes) => {
-            let of_box = |piece: &BoxPiece| {
-                let len = element_count(&piece.len)?;
-                let whole = piece.len.iter().zip(&tensor.shape).skip(1).all(|(n, all)| n == all);
-                let is_run = piece.strides.is_empty() || piece.strides == c_strides(&piece.len) || len <= 1;
-                let start = piece.lo.iter().zip(&own).map(|(at, step)| at * step).sum();
-                (whole && is_run).then_some(RangePiece { start, len, blob: piece.blob, offset: piece.offset })
-            };
-            let mut ranges = boxes.iter().map(of_box).collect::<Option<Vec<_>>>()?;
-            ranges.retain(|range| range.len > 0);
-            ranges.sort_by_key(|range| range.start);
-            ranges
-        }
-    };
-    let (from, to) = (tensor.dtype.size() as u64, dtype.size() as u64);
-    let in_elements = |n: u64| (n * from).is_multiple_of(to).then_some(n * from / to);
-    let scaled = |range: RangePiece| {
-        Some(RangePiece { start: in_elements(range.start)?, len: in_elements(range.len)?, ..range })
-    };
-    Some(Pieces::Ranges(ranges.into_iter().map(scaled).collect::<Option<Vec<_>>>()?))
 }
 
 fn missing(name: &str) -> Finding {
