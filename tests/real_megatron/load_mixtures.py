@@ -176,6 +176,27 @@ def allow_norms_of_parallel_sequences() -> None:
     WrappedTorchNorm.__new__ = new  # type: ignore[method-assign]
 
 
+def choose_output_gates() -> None:
+    """Gives a rank the output gates of its own heads where several ranks share a group.
+
+    0.16.1 does that for queries alone; later versions for gates too.
+    source: Megatron-LM d98e8a64 megatron/core/transformer/attention.py (get_query_key_value_tensors)
+    """
+    from megatron.core.transformer.attention import SelfAttention
+
+    method = SelfAttention.get_query_key_value_tensors
+
+    def chosen(self: Any, *args: Any, **words: Any) -> Any:
+        found = method(self, *args, **words)
+        heads = found[0].shape[2]
+        if len(found) == 4 and found[3].shape[2] != heads:
+            at = parallel_state.get_tensor_model_parallel_rank() % (found[3].shape[2] // heads) * heads
+            return *found[:3], found[3][:, :, at : at + heads]
+        return found
+
+    SelfAttention.get_query_key_value_tensors = chosen
+
+
 def spoil(model: GPTModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -247,6 +268,7 @@ def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
 def main(root: Path) -> None:
     pretend()
     allow_norms_of_parallel_sequences()
+    choose_output_gates()
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(

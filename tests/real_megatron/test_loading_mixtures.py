@@ -24,7 +24,12 @@ DEGREES = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1)
 #: Rank files of the local modules divide the rows of latents, which is not written.
 LATENT = {"deepseek", "yarn", "yarn_alone", "plain_queries", "further_layers", "indexer", "indexer_yarn"}
 #: Built with Transformer Engine's modules alone.
-OF_TRANSFORMER_ENGINE = {"delta_nets", "delta_nets_of_qwen3_5", "dense_delta_nets"}
+OF_TRANSFORMER_ENGINE = {
+    "delta_nets",
+    "delta_nets_of_qwen3_5",
+    "dense_delta_nets",
+    "delta_nets_one_group",
+}
 #: Without experts, and so without ranks of theirs.
 DENSE = {"dense_delta_nets"}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -49,6 +54,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "delta_nets": delta_maker.model,
     "delta_nets_of_qwen3_5": lambda: delta_maker.model(kind="qwen3_5_moe_text"),
     "dense_delta_nets": lambda: delta_maker.model(kind="qwen3_5_text"),
+    # Fewer groups of heads than tensor-parallel ranks.
+    "one_group": lambda: moe_maker.qwen(3, num_key_value_heads=1),
+    "delta_nets_one_group": lambda: delta_maker.model(num_key_value_heads=1),
     "tied": lambda: moe_maker.qwen(3, tie_word_embeddings=True, num_experts=2, num_experts_per_tok=1),
 }
 

@@ -291,9 +291,9 @@ impl TargetRanks<'_> {
             let keep = (self.target.wanted)(&name);
             match builder.output(want, name.clone(), shape, boxes) {
                 Ok(output) if keep => {
-                    let cuts = cut.entry(want.entry).or_insert_with(|| {
-                        cuts::of(self.table, entry, self.whole.of(&entry.class), self.local.of(&entry.class))
-                    });
+                    let cuts = cut
+                        .entry(want.entry)
+                        .or_insert_with(|| cuts::of(self.table, entry, &self.whole, &self.local));
                     composed.outputs.push(self.drafted(want, output, cuts.clone()));
                 }
                 Err(found) if keep => {
@@ -318,14 +318,12 @@ impl TargetRanks<'_> {
 
     /// The shape of a rule's tensors, if the rule has one.
     fn shape(&self, entry: &Entry, of: &Local) -> Option<Vec<u64>> {
-        let extents = entry.shape.as_ref()?.extents(&self.table.derived, of.of(&entry.class));
-        Some(extents.into_iter().map(|n| n.unwrap_or(0)).collect())
+        Some(of.shape(self.table, entry)?.into_iter().map(|n| n.unwrap_or(0)).collect())
     }
 
     /// The number of elements of a rule's tensors, if all of their extents are known.
     fn elements(&self, entry: &Entry, of: &Local) -> Option<u64> {
-        let extents = entry.shape.as_ref()?.extents(&self.table.derived, of.of(&entry.class));
-        extents.into_iter().try_fold(1u64, |all, extent| all.checked_mul(extent?))
+        of.shape(self.table, entry)?.into_iter().try_fold(1u64, |all, extent| all.checked_mul(extent?))
     }
 
     fn drafted(&self, want: &Wanted, output: Output, cuts: Option<Cuts>) -> Drafted {

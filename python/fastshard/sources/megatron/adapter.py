@@ -302,12 +302,15 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) 
         return Lack("tensor", "one that Llama or Mixtral has", strange[0])
     if not is_mixed and arguments.mixture(args, names) and (found := arguments.beyond(args)):
         return Lack(*found)
-    groups = megatron_sizes.axes_of(args, False).get("g")
+    axes = megatron_sizes.axes_of(args, False)
+    groups, per_group = axes.get("g"), axes.get("r")
     if is_mixed and args.get("multi_latent_attention"):
         if grid.tp > 1 and args.get("transformer_impl") == "local":
             return Lack("transformer_impl", "transformer_engine, which does not divide latents", "local")
     elif groups and groups % grid.tp:
-        return Lack("num_query_groups", f"a multiple of {grid.tp}", str(groups))
+        ranks, rest = divmod(grid.tp, groups)
+        if rest or not per_group or per_group % ranks:
+            return Lack("num_query_groups", f"a multiple or a divisor of {grid.tp}", str(groups))
     return None
 
 

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 
 use super::axis_words::Size;
-use super::expr::{self, Extents};
-use super::table::Table;
+use super::expr::{self, Extents, Factor};
+use super::table::{Entry, Table};
 use crate::codes;
 use crate::error::{Finding, Severity};
 
@@ -43,10 +43,21 @@ impl Known {
     }
 }
 
-/// Extents on one rank, per shard class: divided axes by their degree.
+/// A dimension of which several ranks share one position of an axis: each holds an equal share of the full dimension.
+#[derive(Debug)]
+pub struct Share {
+    /// The axis, which has fewer positions than there are ranks.
+    axis: String,
+    /// The parallel dimension.
+    pub dimension: String,
+    /// Its degree.
+    pub degree: u64,
+}
+
+/// Extents on one rank, per shard class: divided axes by their degree, but for those of which ranks share positions.
 #[derive(Debug)]
 pub struct Local {
-    by_class: BTreeMap<String, Extents>,
+    by_class: BTreeMap<String, (Extents, Vec<Share>)>,
     /// Axes that do not divide, as findings.
     pub findings: Vec<Finding>,
 }
@@ -57,26 +68,58 @@ impl Local {
         let mut findings = Vec::new();
         let mut by_class = BTreeMap::new();
         for (class, map) in &table.shards {
-            let mut local = extents.clone();
+            let (mut local, mut shares) = (extents.clone(), Vec::new());
             for (dimension, axes) in map {
                 let degree = known.degree(dimension);
                 for axis in axes {
-                    if let Some(extent) = local.get_mut(axis) {
-                        if *extent % degree != 0 {
-                            findings.push(not_divisible(table, axis, *extent, dimension, degree));
-                        }
-                        *extent /= degree;
+                    let Some(&extent) = extents.get(axis) else { continue };
+                    let ranks_of_one = table.ranks_of_one(axis, extents).filter(|_| extent > 0);
+                    if ranks_of_one.is_some_and(|most| {
+                        degree > extent && degree % extent == 0 && most % (degree / extent) == 0
+                    }) {
+                        shares.push(Share { axis: axis.clone(), dimension: dimension.clone(), degree });
+                        continue;
                     }
+                    if extent % degree != 0 {
+                        findings.push(not_divisible(table, axis, extent, dimension, degree, ranks_of_one));
+                    }
+                    local.insert(axis.clone(), extent / degree);
                 }
             }
-            by_class.insert(class.clone(), local);
+            by_class.insert(class.clone(), (local, shares));
         }
         Local { by_class, findings }
     }
 
     /// Extents on one rank for entries of `class`.
     pub fn of(&self, class: &str) -> &Extents {
-        &self.by_class[class]
+        &self.by_class[class].0
+    }
+
+    /// True for an axis of which ranks share positions in entries of `class`.
+    pub fn is_shared(&self, class: &str, axis: &str) -> bool {
+        self.by_class[class].1.iter().any(|share| share.axis == axis)
+    }
+
+    /// The share that a rank holds of a dimension, if ranks share positions of one of its axes.
+    pub fn share_of(&self, table: &Table, class: &str, dim: &[Factor]) -> Option<&Share> {
+        let shares = &self.by_class[class].1;
+        if shares.is_empty() {
+            return None;
+        }
+        let mut names = Vec::new();
+        expr::names_in(dim, &table.derived, &mut names);
+        shares.iter().find(|share| names.contains(&share.axis))
+    }
+
+    /// The extent of each dimension of an entry's tensors on one rank; None for a dimension with an unbound axis.
+    pub fn shape(&self, table: &Table, entry: &Entry) -> Option<Vec<Option<u64>>> {
+        let dims = &entry.shape.as_ref()?.dims;
+        let extent = |dim: &Vec<Factor>| {
+            let full = expr::product(dim, &table.derived, self.of(&entry.class))?;
+            Some(full / self.share_of(table, &entry.class, dim).map_or(1, |share| share.degree))
+        };
+        Some(dims.iter().map(extent).collect())
     }
 }
 
@@ -108,15 +151,17 @@ fn votes(table: &Table, groups: &[Group], extents: &Extents, known: &Known) -> B
         if shape.dims.len() != group.shape.len() {
             continue;
         }
-        let local = local.of(&entry.class);
+        let extents = local.of(&entry.class);
         for (dim, &size) in shape.dims.iter().zip(&group.shape) {
+            let ranks = local.share_of(table, &entry.class, dim).map_or(1, |share| share.degree);
+            let size = size.saturating_mul(ranks);
             let mut names = Vec::new();
             expr::names_in(dim, &table.derived, &mut names);
-            let unknown: Vec<&String> = names.iter().filter(|n| !local.contains_key(*n)).collect();
+            let unknown: Vec<&String> = names.iter().filter(|n| !extents.contains_key(*n)).collect();
             let [axis] = unknown[..] else { continue };
             let degree = table.divided_by(&entry.class, axis).map_or(1, |dimension| known.degree(dimension));
             let value =
-                expr::solve(dim, &table.derived, local, axis, size).and_then(|v| v.checked_mul(degree));
+                expr::solve(dim, &table.derived, extents, axis, size).and_then(|v| v.checked_mul(degree));
             if let Some(value) = value {
                 votes.entry(axis.clone()).or_default().add(value, group);
             }
@@ -224,7 +269,7 @@ pub fn check_shape(
 ) -> Option<Finding> {
     let entry = &table.entries[entry];
     let expression = entry.shape.as_ref()?;
-    let want = expression.extents(&table.derived, local.of(&entry.class));
+    let want = local.shape(table, entry)?;
     if want.len() == shape.len() && want.iter().zip(shape).all(|(w, s)| w.is_none_or(|w| w == *s)) {
         return None;
     }
@@ -286,9 +331,17 @@ pub fn check_shape(
 }
 
 /// A finding that names the degrees that would work.
-pub fn not_divisible(table: &Table, axis: &str, extent: u64, dimension: &str, degree: u64) -> Finding {
-    let fits: Vec<String> =
-        (1..=extent.min(1024)).filter(|d| extent.is_multiple_of(*d)).map(|d| d.to_string()).collect();
+fn not_divisible(
+    table: &Table,
+    axis: &str,
+    extent: u64,
+    dimension: &str,
+    degree: u64,
+    ranks_of_one: Option<u64>,
+) -> Finding {
+    let divisors = |n: u64| (1..=n.min(1024)).filter(move |d| n.is_multiple_of(*d));
+    let shared = divisors(ranks_of_one.unwrap_or(1)).skip(1).map(|ranks| extent.saturating_mul(ranks));
+    let fits: Vec<String> = divisors(extent).chain(shared).map(|degree| degree.to_string()).collect();
     let what = match table.generic_axis(axis) {
         Some((tensor, d)) => format!("dimension {d} of {tensor}"),
         None => size_of(table, axis),

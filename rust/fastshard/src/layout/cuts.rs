@@ -73,10 +73,17 @@ fn times(outer: &[(u64, bool)], inner: &[(u64, bool)]) -> Option<Vec<(u64, bool)
 }
 
 /// How ranks cut the tensors of a rule; `None` where they do not hold equal shares of parts one after another.
-pub fn of(table: &Table, entry: &Entry, whole: &Extents, local: &Extents) -> Option<Cuts> {
+pub fn of(table: &Table, entry: &Entry, whole: &Local, local: &Local) -> Option<Cuts> {
     let shape = entry.shape.as_ref()?;
     let mut cuts = Vec::new();
+    let shares = local;
+    let (whole, local) = (whole.of(&entry.class), local.of(&entry.class));
     for (dim, factors) in shape.dims.iter().enumerate() {
+        if let Some(share) = shares.share_of(table, &entry.class, factors) {
+            let parts = vec![product(factors, &table.derived, whole)?];
+            cuts.push(Cut { dim, by: share.dimension.clone(), parts });
+            continue;
+        }
         let extents = [whole, local].map(|of| product(factors, &table.derived, of));
         if extents[0]? == extents[1]? {
             continue;
@@ -108,8 +115,7 @@ fn is_box(cuts: &[Cut]) -> bool {
 pub fn in_boxes(table: &Table, extents: &Extents, known: &Known) -> Option<Table> {
     let (whole, local) = (Local::new(table, extents, &Known::default()), Local::new(table, extents, known));
     let divides = |entry: &Entry| {
-        let (whole, local) = (whole.of(&entry.class), local.of(&entry.class));
-        entry.shape.is_some() && of(table, entry, whole, local).is_none_or(|cuts| !is_box(&cuts))
+        entry.shape.is_some() && of(table, entry, &whole, &local).is_none_or(|cuts| !is_box(&cuts))
     };
     let found: Vec<usize> = (0..table.entries.len()).filter(|&i| divides(&table.entries[i])).collect();
     if found.is_empty() {
@@ -142,7 +148,7 @@ mod tests {
         let (whole, local) =
             (Local::new(&table, &extents, &Known::default()), Local::new(&table, &extents, &known));
         let entry = &table.entries[0];
-        of(&table, entry, whole.of(""), local.of("")).map(|cuts| cuts.to_vec())
+        of(&table, entry, &whole, &local).map(|cuts| cuts.to_vec())
     }
 
     #[test]

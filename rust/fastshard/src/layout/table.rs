@@ -209,6 +209,8 @@ pub struct Table {
     pub aliases: BTreeMap<String, String>,
     /// Shard maps by class; the default one under the empty name.
     pub shards: BTreeMap<String, ShardMap>,
+    /// Axes of which several ranks may share one position, each with the axis along which they divide it.
+    pub shared: BTreeMap<String, String>,
     /// Axes of generic rules that `tp` divides, which are in its shard map too.
     pub divided: HashSet<String>,
     /// Stored tensors.
@@ -253,6 +255,7 @@ impl Table {
             fixed: Extents::new(),
             aliases: BTreeMap::new(),
             shards: BTreeMap::from([(String::new(), ShardMap::new())]),
+            shared: BTreeMap::new(),
             divided: HashSet::new(),
             entries: Vec::new(),
             repeats: Vec::new(),
@@ -271,6 +274,11 @@ impl Table {
         let d = d.split_once('.').map_or(d, |(d, _)| d);
         let entry = self.entries.get(entry.parse::<usize>().ok()?)?;
         Some((entry.name.text(), d.parse().ok()?))
+    }
+
+    /// The largest number of ranks that may share one position of an axis, if they may.
+    pub fn ranks_of_one(&self, axis: &str, extents: &Extents) -> Option<u64> {
+        extents.get(self.shared.get(axis)?).copied()
     }
 
     /// Degree by which the stored extent of `axis` is divided in entries of `class`, with the

@@ -131,10 +131,10 @@ impl<'t> Lowering<'t> {
                 }
                 let stored = stored_name(shape, axis);
                 let size = local[&stored];
-                let rank = match self.table.divided_by(&rule.class, &stored) {
-                    Some(dimension) => unit.coords.get(dimension).copied().unwrap_or(0),
-                    None => 0,
-                };
+                let divided_by = self.table.divided_by(&rule.class, &stored);
+                let rank = divided_by
+                    .filter(|_| !self.local.is_shared(&rule.class, &stored))
+                    .map_or(0, |dimension| rank_on(unit, dimension));
                 let start = rank.saturating_mul(size);
                 let end = start.saturating_add(size);
                 let real = extents.get(axis).copied().unwrap_or(u64::MAX);
@@ -146,8 +146,82 @@ impl<'t> Lowering<'t> {
             }
             boxes.push(AtomBox { atom: Rc::clone(atom), lo, hi, pad });
         }
+        for (d, dim) in shape.dims.iter().enumerate() {
+            let Some(share) = self.local.share_of(self.table, &rule.class, dim) else { continue };
+            let Some(full) = expr::product(dim, &self.table.derived, local) else { continue };
+            let len = full / share.degree;
+            let first = rank_on(unit, &share.dimension).saturating_mul(len);
+            boxes = boxes.iter().flat_map(|one| cut_to(one, d, first, first.saturating_add(len))).collect();
+        }
         Ok(boxes)
     }
+}
+
+fn rank_on(unit: &Unit, dimension: &str) -> u64 {
+    unit.coords.get(dimension).copied().unwrap_or(0)
+}
+
+/// The boxes that a box becomes in a slice of a dimension, from index `first` up to `end`.
+fn cut_to(whole: &AtomBox, dim: usize, first: u64, end: u64) -> Vec<AtomBox> {
+    let mut axes: Vec<(usize, u64)> = whole
+        .atom
+        .places
+        .iter()
+        .enumerate()
+        .filter_map(|(i, place)| place.filter(|place| place.dim == dim).map(|place| (i, place.stride)))
+        .collect();
+    axes.sort_by_key(|(_, stride)| std::cmp::Reverse(*stride));
+    let mut found = Vec::new();
+    cut_axes(whole, &axes, whole.atom.base[dim], (dim, first, end), &mut found);
+    found
+}
+
+/// Cuts a box whose first element has index `at` along its axes on a dimension, the one with the longest stride first.
+fn cut_axes(
+    part: &AtomBox,
+    axes: &[(usize, u64)],
+    at: u64,
+    slice: (usize, u64, u64),
+    found: &mut Vec<AtomBox>,
+) {
+    let (dim, first, end) = slice;
+    let len = |axis: usize| part.hi[axis] - part.lo[axis];
+    let span = 1 + axes.iter().map(|&(axis, stride)| len(axis).saturating_sub(1) * stride).sum::<u64>();
+    if axes.iter().any(|&(axis, _)| len(axis) == 0) || at >= end || at + span <= first {
+        return;
+    }
+    if at >= first && at + span <= end {
+        let atom = Lowered {
+            key: part.atom.key,
+            base: part
+                .atom
+                .base
+                .iter()
+                .enumerate()
+                .map(|(d, n)| if d == dim { at - first } else { *n })
+                .collect(),
+            places: part.atom.places.clone(),
+            runs: part.atom.runs.clone(),
+        };
+        found.push(AtomBox { atom: Rc::new(atom), ..part.clone() });
+        return;
+    }
+    let Some((&(axis, stride), inner)) = axes.split_first() else { return };
+    let inner_span = span - (len(axis) - 1) * stride;
+    // Positions that lie in the slice as a whole stay together.
+    let from = first.saturating_sub(at).div_ceil(stride).min(len(axis));
+    let to = (end.saturating_sub(at) + stride).saturating_sub(inner_span) / stride;
+    let to = to.clamp(from, len(axis));
+    let mut cut = |lo: u64, hi: u64, inner: &[(usize, u64)]| {
+        let mut one = part.clone();
+        (one.lo[axis], one.hi[axis]) = (part.lo[axis] + lo, part.lo[axis] + hi);
+        cut_axes(&one, inner, at + lo * stride, slice, found);
+    };
+    (0..from).rev().take_while(|i| at + i * stride + inner_span > first).for_each(|i| cut(i, i + 1, inner));
+    if from < to {
+        cut(from, to, axes);
+    }
+    (to..len(axis)).take_while(|i| at + i * stride < end).for_each(|i| cut(i, i + 1, inner));
 }
 
 /// Most runs of positions that one atom is cut into.
@@ -189,7 +263,74 @@ mod tests {
     use super::*;
     use crate::layout::bind::Known;
 
+    /// What lies where in the tensor of a rank: canonical tensor and position by the index of an element.
+    fn places(
+        table: &Table,
+        extents: &Extents,
+        degree: u64,
+        rank: u64,
+    ) -> BTreeMap<Vec<u64>, (u32, Vec<u64>)> {
+        let known = Known { degrees: BTreeMap::from([("tp".to_string(), degree)]), ..Known::default() };
+        let local = Local::new(table, extents, &known);
+        assert!(local.findings.is_empty(), "{:?}", local.findings);
+        let sets = Sets::default();
+        let mut lowering = Lowering::new(table, &local, &sets);
+        let unit = Unit { coords: BTreeMap::from([("tp".to_string(), rank)]), ..Unit::default() };
+        let boxes = lowering.boxes(&mut Registry::default(), 0, &BTreeMap::new(), &unit, extents).unwrap();
+        let mut found = BTreeMap::new();
+        for one in &boxes {
+            let len: Vec<u64> = one.lo.iter().zip(&one.hi).map(|(lo, hi)| hi - lo).collect();
+            for i in 0..len.iter().product() {
+                let steps = crate::tensor::c_strides(&len);
+                let within: Vec<u64> = steps.iter().zip(&len).map(|(step, n)| i / step % n).collect();
+                let mut index = one.atom.base.clone();
+                for (place, at) in one.atom.places.iter().zip(&within) {
+                    let place = place.unwrap();
+                    index[place.dim] += at * place.stride;
+                }
+                let position = one.lo.iter().zip(&within).map(|(lo, at)| lo + at).collect();
+                assert!(found.insert(index, (one.atom.key, position)).is_none(), "an element in two boxes");
+            }
+        }
+        let shape: Vec<u64> =
+            local.shape(table, &table.entries[0]).unwrap().into_iter().map(Option::unwrap).collect();
+        assert_eq!(found.len() as u64, shape.iter().product::<u64>());
+        found
+    }
+
     proptest! {
+        /// Ranks that share a position hold equal slices of the full dimension, one after another.
+        #[test]
+        fn ranks_that_share_a_position_hold_slices(
+            shape in prop::sample::select(vec![
+                "[g*(q:r|k:1|v:1)*d, H]", "[H, g*r*d]", "[g*(q:r*2|k:1|v:1)*d]", "[g*r*d, 1*(a:H|b:H)]", "[(q:g*r|k:g|v:g)*d]",
+            ]),
+            (g, m, r, d) in (1u64..4, 2u64..4, 1u64..3, 1u64..5),
+        ) {
+            let name = if shape.contains('|') { "x.{}" } else { "x" };
+            let text = format!(
+                "layout = 't'\nfamily = 't'\n[shard]\ntp = ['g']\n[shared]\ng = 'r'\n[[tensor]]\nname = 'x'\nshape = '{}'\nas = '{name}'\n",
+                shape.replace("r*2", "r*t").replace("1*(", "("),
+            );
+            let text = text.replace("[shard]", "[axes]\nt = 2\n[shard]");
+            let table = Table::parse(&text).unwrap();
+            let tp = g * m;
+            let extents: Extents =
+                [("g".into(), g), ("r".into(), r * m), ("d".into(), d * m), ("H".into(), 2), ("t".into(), 2)].into();
+            let full = places(&table, &extents, 1, 0);
+            let dim = usize::from(shape.starts_with("[H"));
+            let len = (full.keys().map(|index| index[dim]).max().unwrap() + 1) / tp;
+            let mut seen = 0;
+            for rank in 0..tp {
+                for (mut index, held) in places(&table, &extents, tp, rank) {
+                    index[dim] += rank * len;
+                    prop_assert_eq!(&full[&index], &held);
+                    seen += 1;
+                }
+            }
+            prop_assert_eq!(seen, full.len());
+        }
+
         /// Each position of a set lies at its place within it, in one box, whatever its runs are.
         #[test]
         fn positions_lie_at_their_places(positions in prop::collection::btree_set(0u64..24, 0..24), first in 0usize..3) {

@@ -104,6 +104,8 @@ struct RawTable {
     #[serde(default)]
     shard: ShardMap,
     #[serde(default)]
+    shared: BTreeMap<String, String>,
+    #[serde(default)]
     class: BTreeMap<String, RawClass>,
     #[serde(default)]
     tensor: Vec<RawEntry>,
@@ -183,6 +185,7 @@ impl Table {
         table.shards.entry(String::new()).or_default().extend(stored(&raw.shard));
         table.shards.extend(raw.class.iter().map(|(name, class)| (name.clone(), stored(&class.shard))));
 
+        table.shared.extend(raw.shared);
         let inherited = table.entries.len();
         for entry in &raw.tensor {
             table.entries.push(entry.parsed().map_err(|e| bad_rule(&raw.layout, &entry.name, e))?);
@@ -234,6 +237,16 @@ impl Table {
         }
         check_derived(&self.derived)?;
         alias::check(self)?;
+        for (axis, by) in &self.shared {
+            if !self.shards.values().flat_map(ShardMap::values).flatten().any(|divided| divided == axis) {
+                return Err(format!("[shared] axis {axis} is divided by no parallel dimension"));
+            }
+            if by == axis || self.derived.contains_key(by) {
+                return Err(format!(
+                    "[shared] {axis} = {by:?}: name another axis, and one that is not derived"
+                ));
+            }
+        }
         for map in self.shards.values() {
             let divided =
                 || map.iter().flat_map(|(dimension, axes)| axes.iter().map(move |a| (dimension, a)));
