@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import dtensor_maker
 import easylm_maker
+import maxtext_deepseek
 import maxtext_mixtures
 import names_maker
 import numpy as np
@@ -171,10 +173,29 @@ def maxtext(fixture: Path) -> Callable[[Path], None]:
     return make
 
 
-def maxtext_mixtral(root: Path) -> None:
+def maxtext_mixture(kind: str) -> Callable[[Path], None]:
     """With compressed chunks, in which damage shows."""
-    item = maxtext_mixtures.checkpoint("mixtral", root) / "7/items"
-    for name, array in maxtext_mixtures.held("mixtral", 1).items():
+
+    def make(root: Path) -> None:
+        item = maxtext_mixtures.checkpoint(kind, root) / "7/items"
+        _compress(item, maxtext_mixtures.held(kind, 1))
+
+    return make
+
+
+def maxtext_latent(root: Path) -> None:
+    maxtext_deepseek.checkpoint("plain", root)
+    _compress(root / "7/items", deepseek_arrays())
+
+
+@cache
+def deepseek_arrays() -> dict[str, np.ndarray]:
+    config, tensors, _ = maxtext_deepseek.files("plain")
+    return maxtext_deepseek.arrange(tensors, config, 1)
+
+
+def _compress(item: Path, arrays: dict[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
         shutil.rmtree(item / name)
         write_array(item, name, array, list(array.shape))
 
@@ -375,11 +396,26 @@ ORIGINS: dict[str, Origin] = {
     ),
     "maxtext_mixtral": Origin(
         "MaxText",
-        maxtext_mixtral,
+        maxtext_mixture("mixtral"),
         lambda: {name: sha(array) for name, array in maxtext_mixtures.held("mixtral", 1).items()},
         lambda: {name: sha(array) for name, array in maxtext_mixtures.told("mixtral")[1].items()},
         vocab=250,
         stages=3,
+    ),
+    "maxtext_qwen3_moe": Origin(
+        "MaxText",
+        maxtext_mixture("qwen3_moe"),
+        lambda: {name: sha(array) for name, array in maxtext_mixtures.held("qwen3_moe", 1).items()},
+        lambda: {name: sha(array) for name, array in maxtext_mixtures.told("qwen3_moe")[1].items()},
+        vocab=250,
+        stages=3,
+    ),
+    "maxtext_deepseek": Origin(
+        "MaxText",
+        maxtext_latent,
+        lambda: {name: sha(array) for name, array in deepseek_arrays().items()},
+        lambda: {name: sha(array) for name, array in maxtext_deepseek.files("plain")[1].items()},
+        vocab=250,
     ),
     "maxtext_gpt3": Origin(
         "MaxText",

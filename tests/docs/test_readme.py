@@ -25,7 +25,13 @@ ROWS = {
     "GPT-NeoX, Llama architecture": ("neox_llama",),
     "GPT-NeoX, its own architecture": ("neox_pipeline", "neox_sequential"),
     "Levanter and EasyLM, Llama": ("levanter", "easylm"),
-    "MaxText, Llama and Mixtral": ("maxtext_scan", "maxtext_unscan", "maxtext_mixtral"),
+    "MaxText, Llama, Mixtral, Qwen3, DeepSeek V3": (
+        "maxtext_scan",
+        "maxtext_unscan",
+        "maxtext_mixtral",
+        "maxtext_qwen3_moe",
+        "maxtext_deepseek",
+    ),
     "MaxText and Paxml, GPT-3": ("maxtext_gpt3", "paxml"),
     "Orbax, any arrays": ("orbax",),
 }
