@@ -248,6 +248,38 @@ def test_moments_of_zeros_that_the_store_leaves_out(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "out", model)
 
 
+@pytest.mark.parametrize("slots", [("mu",), ("mu", "nu")])
+def test_a_part_of_a_moment_that_the_store_leaves_out(tmp_path: Path, slots: tuple[str, ...]) -> None:
+    """No gradient came to some rows yet: a merge takes zeros for what is absent, and the model is whole."""
+    model = made()
+    arrays = as_train_state(as_levanter(model))
+    for name, values in arrays.items():
+        if any(f"/{slot}/" in name for slot in slots):
+            values[..., values.shape[-1] // 2 :] = 0
+    step = save(tmp_path / "step-20", arrays, chunks=2)
+    config = config_of(model, tmp_path / "c")
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", model)
+    assert cli("verify", step).code == 0
+    ran = cli("merge", step, tmp_path / "merged")
+    assert ran.code == 0 and [f["severity"] for f in ran.findings if f["code"] == "FS111"] == ["note"]
+    merged = read_result(tmp_path / "merged")
+    assert all(np.array_equal(merged[name].numpy(), values) for name, values in arrays.items())
+
+
+@pytest.mark.parametrize("lost", ["d", "moment"])
+def test_a_part_of_a_moment_that_is_lost_is_no_zeros(config: Path, tmp_path: Path, lost: str) -> None:
+    """The index of a store names what was written; among folders of arrays every chunk is a file."""
+    step = save(tmp_path / "step-20", as_train_state(as_levanter(made())), ocdbt=lost == "d", chunks=2)
+    files = step / ("d" if lost == "d" else "opt_state/inner_state/1/mu/lm_head/weight")
+    max((f for f in files.iterdir() if f.name != ".zarray"), key=lambda f: f.stat().st_size).unlink()
+    for command in (("merge",), ("verify",)):
+        ran = cli(command[0], step, *([tmp_path / "out"] if command[0] == "merge" else []))
+        assert ran.code == 3 and ran.errors, ran.out
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_of_zeros_is_zeros_by_the_users_word_alone(tmp_path: Path) -> None:
     """A store with an older manifest lacks whole arrays, and no data file shows it."""
     model = made("qwen2")

@@ -51,8 +51,8 @@ class Evidence:
     lost: Mapping[str, str] = field(default_factory=dict)
     #: Arrays that one process wrote, with their metadata.
     by_primary: Set[str] = frozenset()
-    #: Arrays beside the model in a store that all processes write into, as Levanter's do. First moments are
-    #: zeros; no weight is zeros as a whole.
+    #: Arrays beside the model in a store that all processes write into, as Levanter's do. Moments are zeros
+    #: until a gradient comes, also those of some rows alone; weights are not.
     beside: Set[str] = frozenset()
     #: Where messages say that it is.
     where: str = ""
@@ -186,9 +186,9 @@ def judge(
     open_ones = 0
     widest = max((_count(a) for name, a in arrays.items() if name not in verdict.missing), default=0)
     for name, absent in verdict.missing.items():
-        is_whole = _is_left_out_whole(arrays[name], absent, evidence, widest)
+        is_beside = _is_left_out_beside_model(arrays[name], absent, evidence, widest)
         for index in absent:
-            match is_whole or _left_out(arrays[name], index, evidence, writers):
+            match is_beside or _left_out(arrays[name], index, evidence, writers):
                 case True:
                     verdict.elided.setdefault(name, []).append(index)
                 case False:
@@ -210,13 +210,14 @@ def _count(array: Array) -> int:
     return math.prod(array.grid)
 
 
-def _is_left_out_whole(
+def _is_left_out_beside_model(
     array: Array, absent: Sequence[tuple[int, ...]], evidence: Evidence, widest: int
 ) -> bool:
-    """Return True for an array beside the model that all processes left out of the store that they share.
+    """Return True for an array beside the model of which processes left chunks out of the store they share.
 
-    Its first device belongs to the process that commits. Where processes wrote to disks of their own, that
-    one's store holds a part of each array; and no array that is divided among them is complete there.
+    Where processes wrote to disks of their own, the store of the one that commits holds a part of each array;
+    and no array that is divided among them is complete there. A moment is divided as its weight is, and of a
+    weight no chunk may be absent.
 
     Args:
         array: the array.
@@ -228,7 +229,7 @@ def _is_left_out_whole(
         array.name in evidence.beside
         and evidence.committed
         and array.fill is not None
-        and len(absent) == _count(array) <= widest
+        and _count(array) <= widest
         and not any(f"{array.name}/{array.key(index)}" in evidence.lost for index in absent)
     )
 
