@@ -107,11 +107,14 @@ def test_a_folder_for_each_array(plain: Path, config: Path, tmp_path: Path, give
     ran = cli("convert", plain.parent / given, tmp_path / "out", "--to", "hf", "--config", config)
     assert ran.code == 0, ran.errors
     assert_same_model(tmp_path / "out", made())
+    files = [path for path in (plain.parent / given).rglob("*") if path.is_file()]
+    assert cli("inspect", plain.parent / given).doc["files"] == len(files)
 
 
 def test_what_a_step_says(step: Path, config: Path, tmp_path: Path) -> None:
     ran = cli("inspect", step.parent, "--config", config)
     assert ran.code == 0 and ran.doc["framework"] == "Levanter" and ran.doc["step"] == "step-20"
+    assert ran.doc["files"] == sum(path.is_file() for path in step.rglob("*"))
     assert cli("verify", step, "--config", config).code == 0
     assert cli("verify", step).code == 0
     merged = cli("merge", step, tmp_path / "merged")

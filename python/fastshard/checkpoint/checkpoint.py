@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Finding, exit_code
-from ..common.listing import Listing, store_of
+from ..common.listing import Listing
 from .drafting import Opened
 from .plan import Plan
 from .planning import make_plan
@@ -77,17 +77,15 @@ class Checkpoint(Tensors):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Number of files, and their total bytes; for a store of arrays, of all files below its folder.
+        """Number of files, and their total bytes; for arrays in blocks, of all files that hold the blocks.
 
-        For a store that is spread over several hosts, all files below the roots count: the folders of the
-        hosts have different names.
+        For a store that is spread over several hosts, all files below the roots count.
         """
         sizes = [file["size"] for file in self.files if file["format"] != "blocks"]
-        stores = (store_of(file["path"]) for file in self.files if file["format"] == "blocks")
-        if len(self.roots) > 1 and len(sizes) < len(self.files):
-            sizes += [file.size for file in self.listing.files]
-        elif folders := tuple(f"{store}/" if store else "" for store in stores):
-            sizes += [file.size for file in self.listing.files if file.path.startswith(folders)]
+        if len(sizes) < len(self.files):
+            # One file stands for a store, and beside it none of those behind is a file of tensors.
+            stored = self.listing.files if len(self.roots) > 1 else self.opened.behind
+            sizes += [file.size for file in stored]
         return len(sizes), sum(sizes)
 
     def metadata(self) -> dict[str, Any]:
