@@ -62,13 +62,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _ask(entry: registry.Entry, listing: Any, options: Any) -> Any:
     """Asks an adapter and looks for its mark: all checkpoints of all tests show that no mark is too
     narrow."""
-    names = registry.names_of(listing)
+    names, is_single = registry.names_of(listing), listing.single
     try:
         found = entry.load().detect(listing, options)
     except BaseException:
-        assert entry.may_find(names), "an adapter refused what its mark does not match"
+        assert entry.may_find(names, is_single), "an adapter refused what its mark does not match"
         raise
-    assert found is None or entry.may_find(names), "an adapter found what its mark does not match"
+    assert found is None or entry.may_find(names, is_single), "an adapter found what its mark does not match"
     return found
 
 

@@ -125,6 +125,8 @@ def test_what_a_stream_says(tmp_path: Path, config: Path) -> None:
         (tmp_path / "run" / name).write_bytes(b"\x80\x04}.")
     ran = cli("inspect", tmp_path / "run", "--config", config)
     assert ran.code == 0 and ran.doc["framework"] == "EasyLM" and ran.doc["step"] == "80"
+    size = (tmp_path / "run/streaming_train_state_80").stat().st_size
+    assert (ran.doc["files"], ran.doc["file_bytes"]) == (1, size)
     assert cli("ls", tmp_path / "run").code == 0
     assert cli("verify", tmp_path / "run", "--config", config).code == 0
     assert cli("verify", tmp_path / "run").code == 0
@@ -159,6 +161,35 @@ def test_the_newest_of_several_is_taken(tmp_path: Path, config: Path) -> None:
     ran = cli("verify", tmp_path / "run")
     assert [f["code"] for f in ran.errors] == ["FS106"] and "streaming_params" in ran.errors[0]["got"]
     assert cli("inspect", tmp_path / "run", "--step", "streaming_params").code == 0
+
+
+def test_the_steps_of_a_run_are_named_one_by_one(tmp_path: Path) -> None:
+    """A milestone may be saved with its optimizer and without: neither stands for the other."""
+    names = [f"streaming_{what}_{step}" for step in (900, 1000) for what in ("params", "train_state")]
+    for name in names:
+        write_stream(tmp_path / "run" / name, as_easylm(made()).items())
+    ran = cli("steps", tmp_path / "run")
+    assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS514"]
+    assert ran.errors[0]["got"] == ", ".join(names)
+    assert ran.errors[0]["run"] == [f"fastshard verify {tmp_path / 'run' / name}" for name in names]
+    for argv in (("inspect",), ("verify",), ("inspect", "--step", "1000")):
+        ran = cli(argv[0], tmp_path / "run", *argv[1:])
+        assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS106"]
+        assert all(name in str(ran.errors[0]["run"]) for name in names[2:])
+    assert cli("verify", tmp_path / "run", "--step", names[0]).code == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["open_llama", "koala 7b", "streaming_params.bak", "llama.easylm", "a.msgpack"]
+)
+def test_a_stream_that_was_renamed(tmp_path: Path, config: Path, name: str) -> None:
+    stream = write_stream(tmp_path / name, as_easylm(made()).items())
+    ran = cli("convert", stream, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", made())
+    # Named as a file of another format, it is none.
+    stream.rename(tmp_path / "model.safetensors")
+    assert [f["code"] for f in cli("verify", tmp_path / "model.safetensors").errors] == ["FS601"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"junk"])
@@ -213,6 +244,19 @@ def test_a_name_that_occurs_twice(tmp_path: Path, config: Path) -> None:
     arrays = as_easylm(made())
     stream = write_stream(tmp_path / "streaming_params", [*arrays.items(), (WQ, arrays[WQ])])
     assert refuse(stream, config, tmp_path / "out", "FS206")["tensor"] == ".".join(WQ)
+
+
+def test_keys_that_hold_dots(tmp_path: Path, config: Path) -> None:
+    """Names join the keys by dots: one of the model is read, two that become the same are refused."""
+    arrays = as_easylm(made())
+    dotted = (".".join(WQ[:-1]), WQ[-1])
+    stream = write_stream(tmp_path / "streaming_params", [*arrays.items(), (dotted, arrays[WQ] * 2)])
+    error = refuse(stream, config, tmp_path / "out", "FS206")
+    assert error["tensor"] == ".".join(WQ) and error["got"] == f"{'/'.join(WQ)} and {'/'.join(dotted)}"
+    arrays[dotted] = arrays.pop(WQ)
+    write_stream(stream, arrays.items())
+    assert cli("convert", stream, tmp_path / "out", "--to", "hf", "--config", config).code == 0
+    assert_same_model(tmp_path / "out", made())
 
 
 def test_a_shape_that_is_another(tmp_path: Path, config: Path) -> None:

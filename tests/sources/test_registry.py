@@ -32,7 +32,7 @@ PATTERNS: dict[str, list[Any]] = {
     "deepspeed": [deepspeed._LAYER, deepspeed._RANK, deepspeed._ZERO3, deepspeed._OPTIM],
     "dcp": [dcp.OF_RANK, r"(?s)\A.*\.distcp\Z", r"\A\.metadata\Z"],
     "fsdp_ranks": [fsdp._WORLD, fsdp._ACCELERATE],
-    "easylm": [easylm._STREAM, r"\A[^./]*easylm[^./]*\Z"],
+    "easylm": [easylm._STREAM],
     "megatron": [megatron._RANK],
     "orbax": [
         find_items._CHUNK,

@@ -9,7 +9,7 @@ from typing import Any
 from ..common import codes
 from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
-from ..common.listing import Listing
+from ..common.listing import READABLE_ALONE, Listing
 from ..common.log import log
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
@@ -110,10 +110,13 @@ class Entry:
     load: Callable[[], Adapter[Any]]
     #: Matches the name of a file, or of a folder on its path; None for an adapter that is always asked.
     mark: re.Pattern[str] | None = None
+    #: Matches the name of a file that is given by itself.
+    mark_alone: re.Pattern[str] | None = None
 
-    def may_find(self, names: Collection[str]) -> bool:
+    def may_find(self, names: Collection[str], is_single: bool = False) -> bool:
         """Return True if some name is a reason to ask the adapter."""
-        return self.mark is None or any(map(self.mark.match, names))
+        marks = (self.mark, self.mark_alone if is_single else None)
+        return self.mark is None or any(mark.match(name) for mark in marks if mark for name in names)
 
 
 def _marked(pattern: str) -> re.Pattern[str]:
@@ -126,7 +129,12 @@ _ENTRIES: list[Entry] = [
     Entry(_load_universal, _marked(r"fp32\.pt$")),
     Entry(_load_deepspeed, _marked(r".*(?:model|optim)_states\.pt$")),
     Entry(_load_dcp, _marked(r".*\.(?:metadata|distcp)$")),
-    Entry(_load_easylm, _marked(r"streaming_(?:train_state|params)(?:_\d+)?$|[^.]*easylm[^.]*$")),
+    # A stream that is given may have any name but those of other formats.
+    Entry(
+        _load_easylm,
+        _marked(r"streaming_(?:train_state|params)(?:_\d+)?$"),
+        _marked(rf"(?!.*(?:{'|'.join(map(re.escape, READABLE_ALONE))})$)"),
+    ),
     Entry(_load_torch_checkpointing, _marked(r"metadata\.pkl$")),
     Entry(_load_fsdp_ranks, _marked(r".*_rank_?\d+\.(?:pt|bin)$")),
     Entry(_load_megatron, _marked(r"model_(?:optim_)?rng\.pt$")),
@@ -169,7 +177,7 @@ def _in_order(listing: Listing) -> list[Entry]:
     All of them are asked before anything is refused.
     """
     names = names_of(listing)
-    return sorted(_ENTRIES, key=lambda entry: not entry.may_find(names))
+    return sorted(_ENTRIES, key=lambda entry: not entry.may_find(names, listing.single))
 
 
 def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -306,12 +307,35 @@ def find_steps_folder(run: StrPath) -> Path:
             help="pass one of these folders as RUN",
         )
     if not within:
+        _refuse_streams(path)
         raise _no_steps(path)
     return within[0]
 
 
 def _has_steps(folder: Path) -> bool:
     return any(is_step(name) for name in folders_in(folder))
+
+
+def _refuse_streams(folder: Path) -> None:
+    """Raise an error for a run of EasyLM, whose steps are files.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    # A run of another framework has no use for it.
+    from ..sources.easylm.adapter import list_streams
+
+    if not (streams := list_streams(folder)):
+        return
+    raise FastshardError.of(
+        codes.UNSUPPORTED,
+        "the steps of EasyLM are files, which are judged one by one",
+        file=os.fspath(folder),
+        expected="a folder for each step",
+        got=some([stream.name for stream in streams], _MOST_NAMED),
+        help="pass each file to `fastshard verify`",
+        run=[f"fastshard verify {shlex.quote(os.fspath(stream))}" for stream in streams[-_MOST_NAMED:]],
+    )
 
 
 def _no_steps(folder: Path) -> FastshardError:

@@ -12,7 +12,7 @@ from ... import _core
 from ...common import codes, safe_files
 from ...common.dtypes import item_size
 from ...common.errors import FastshardError, Finding, error_for, from_core
-from ...common.listing import File, Listing
+from ...common.listing import READABLE_ALONE, File, Listing
 from ...common.records import dataclass
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Binding, Blocks, Source
@@ -58,8 +58,8 @@ class EasyLM:
         if not listing.single and any(_WEIGHTS.match(file.name) for file in listing.files):
             return None
         streams = [file for file in listing.files if _STREAM.match(file.name)]
-        if listing.single and not streams and is_stream(_path_of(listing, listing.files[0])):
-            streams = listing.files
+        if listing.single and not streams:
+            streams = [file for file in listing.files if _is_stream_by_bytes(listing, file)]
         if not streams:
             return None
         file, findings = _choose(listing, streams, options)
@@ -109,6 +109,10 @@ class EasyLM:
         return source
 
 
+def _is_stream_by_bytes(listing: Listing, file: File) -> bool:
+    return not file.name.endswith(READABLE_ALONE) and is_stream(_path_of(listing, file))
+
+
 def _path_of(listing: Listing, file: File) -> Path:
     return listing.roots[file.root] / file.path
 
@@ -138,7 +142,7 @@ def _choose(listing: Listing, streams: Sequence[File], options: Options) -> tupl
         newest = max(streams, key=lambda file: int(by_step[file]))
         note = Finding.of(
             codes.STEP_TAKEN,
-            f"{newest.path} is taken, the newest by number; {len(streams) - 1} more are there",
+            f"{newest.path} is taken, the newest by number; {_count_more(len(streams) - 1)} there",
             help="choose another",
             run=["--step NUMBER"],
         )
@@ -153,6 +157,17 @@ def _choose(listing: Listing, streams: Sequence[File], options: Options) -> tupl
         run=[f"fastshard inspect {shlex.quote(str(_path_of(listing, file)))}" for file in streams[:_NAMED]],
     )
     raise SeveralModels(finding, files=named)
+
+
+def _count_more(count: int) -> str:
+    return "1 more is" if count == 1 else f"{count} more are"
+
+
+def list_streams(folder: Path) -> list[Path]:
+    """List the streams in a folder, oldest first, those without a number last."""
+    found = [(match, path) for path in folder.iterdir() if (match := _STREAM.match(path.name))]
+    found.sort(key=lambda each: (each[0]["step"] is None, int(each[0]["step"] or 0), each[1].name))
+    return [path for _, path in found if path.is_file()]
 
 
 class _Reader:

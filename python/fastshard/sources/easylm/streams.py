@@ -49,7 +49,9 @@ _LONE = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5,
 class StoredArray:
     """An array of a stream: its bytes, C-ordered and little-endian, in one extent or in several."""
 
+    #: Keys joined by dots.
     name: str
+    keys: tuple[str, ...]
     #: As safetensors names it.
     dtype: str
     shape: tuple[int, ...]
@@ -76,19 +78,34 @@ def scan(path: Path, label: str) -> list[StoredArray]:
         scanner = _Scanner(path, label, descriptor)
         found: dict[str, StoredArray] = {}
         for array in scanner.scan_records():
-            if array.name in found:
-                raise FastshardError.of(
-                    codes.OVERLAP,
-                    "two records of the stream have the same name: nothing says which one is meant",
-                    file=label,
-                    tensor=array.name,
-                    expected="one record",
-                    help="copy the stream again from the node that wrote it",
-                )
+            if (other := found.get(array.name)) is not None:
+                raise _refuse_same_name(array, other, label)
             if len(found) >= _MOST_ARRAYS:
                 raise scanner.refuse(f"more than {_MOST_ARRAYS} arrays")
             found[array.name] = array
         return list(found.values())
+
+
+def _refuse_same_name(array: StoredArray, other: StoredArray, label: str) -> FastshardError:
+    """Make the error for two records of one name, which may have different keys: a key may hold a dot."""
+    if array.keys == other.keys:
+        return FastshardError.of(
+            codes.OVERLAP,
+            "two records of the stream have the same name: nothing says which one is meant",
+            file=label,
+            tensor=array.name,
+            expected="one record",
+            help="copy the stream again from the node that wrote it",
+        )
+    return FastshardError.of(
+        codes.OVERLAP,
+        "the keys of two records differ, and make the same name once dots join them",
+        file=label,
+        tensor=array.name,
+        expected="keys without dots",
+        got=" and ".join("/".join(one.keys) for one in (other, array)),
+        help="save the model again with modules and parameters that have no dot in their names",
+    )
 
 
 class _Scanner:
@@ -102,6 +119,7 @@ class _Scanner:
         self._window, self._window_at = b"", 0
         #: The array that is being read, for messages.
         self._name: str | None = None
+        self._keys: tuple[str, ...] = ()
 
     def refuse(self, what: str) -> FastshardError:
         """Make the error for bytes that no stream has."""
@@ -207,7 +225,7 @@ class _Scanner:
             ]
             if not (keys and all(keys)):
                 raise self.refuse("an array without a name")
-            self._name = ".".join(keys)
+            self._keys, self._name = tuple(keys), ".".join(keys)
             length = self._take_length(self._size, _BYTES | _TEXT, "bytes of an array", short=(0xA0, 0xBF))
             end = self._take_end(length, self._size)
             array = self._scan_value(self._name, end)
@@ -227,7 +245,7 @@ class _Scanner:
             return self._scan_chunks(name, end)
         dtype, shape, extent = self._scan_array(end)
         self._require_end(end)
-        return StoredArray(name, dtype, shape, (extent,))
+        return StoredArray(name, self._keys, dtype, shape, (extent,))
 
     def _require_end(self, end: int) -> None:
         if self._at != end:
@@ -300,7 +318,7 @@ class _Scanner:
         items = sum(math.prod(part) for _, part, _ in parts)
         if len(dtypes) > 1 or any(len(part) != 1 for _, part, _ in parts) or items != math.prod(shape):
             raise self.refuse("parts that do not make up the array")
-        return StoredArray(name, dtypes.pop(), shape, tuple(extent for _, _, extent in parts))
+        return StoredArray(name, self._keys, dtypes.pop(), shape, tuple(extent for _, _, extent in parts))
 
     def _numbered(self, end: int, most: int) -> Iterator[int]:
         """Yield the numbers of a map that stands for a list: its keys count from zero."""
