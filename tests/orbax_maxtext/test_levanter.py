@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_refused, cli, read_result
-from levanter_maker import as_levanter, as_train_state, save
+from levanter_maker import ABOUT, as_levanter, as_train_state, save
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -195,6 +197,101 @@ def test_a_save_that_did_not_end(tmp_path: Path) -> None:
         assert cli("verify", run, "--step", "step-20").code == 0
     ran = assert_refused(run / "step-30", tmp_path / "out", "FS104", exit=3)
     assert ran.errors[0]["expected"] == "metadata.json"
+
+
+def test_the_metadata_of_another_step(step: Path) -> None:
+    """The step may have been renamed, or its save did not end and the file was copied."""
+    about = {"step": 30, "timestamp": "2026-01-01T00:00:00", "is_temporary": False}
+    (step / "metadata.json").write_text(json.dumps(about))
+    ran = cli("verify", step)
+    assert ran.code == 0 and [f["severity"] for f in ran.findings if f["code"] == "FS107"] == ["warning"]
+    assert cli("verify", step.rename(step.with_name("best"))).having("FS107") == []
+
+
+def test_a_store_without_its_manifest(step: Path) -> None:
+    (step / "manifest.ocdbt").unlink()
+    for given in (step, step.parent):
+        ran = cli("inspect", given)
+        assert ran.code == 3 and [f["code"] for f in ran.errors] == ["FS101"]
+        assert "manifest.ocdbt" in ran.errors[0]["message"]
+
+
+def test_folders_of_arrays_beside_a_store(step: Path, config: Path, tmp_path: Path) -> None:
+    """As where a later Levanter saved the step again: it reads the store alone."""
+    arrays = as_train_state({name: values + 1 for name, values in as_levanter(made()).items()})
+    shutil.copytree(save(tmp_path / "old", arrays, ocdbt=False), step, dirs_exist_ok=True)
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert [f["severity"] for f in ran.having("FS108")] == ["warning"]
+    assert_same_model(tmp_path / "out", made())
+
+
+def test_a_lost_moment(plain: Path, config: Path, tmp_path: Path) -> None:
+    """No weight needs it; who merges or goes on with the run does."""
+    name = "opt_state/inner_state/1/nu/lm_head/weight"
+    shutil.rmtree(plain / name)
+    ran = cli("convert", plain, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", made())
+    for argv in (("verify", plain), ("merge", plain, tmp_path / "merged")):
+        lost = cli(*argv).having("FS102")
+        assert [(f["severity"], f["tensor"]) for f in lost] == [("warning", name)]
+
+
+def test_the_models_folder_without_its_step(plain: Path, config: Path, tmp_path: Path) -> None:
+    """Whether the save ended is unknown: the step's metadata says it."""
+    alone = plain.rename(tmp_path / "step") / "model"
+    alone = alone.rename(tmp_path / "alone")
+    command = ("convert", "--to", "hf", "--config", config)
+    ran = assert_refused(alone, tmp_path / "out", "FS104", command=command, exit=3)
+    assert len(ran.errors) == 1 and "step's folder" in ran.errors[0]["help"]
+    ran = cli("convert", alone, tmp_path / "out", *command[1:], "--accept", "uncommitted")
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", made())
+
+
+_OF_PROCESS = """
+import sys, numpy as np, tensorstore as ts
+folder, arrays, process = sys.argv[1], np.load(sys.argv[2]), int(sys.argv[3])
+for name in arrays.files:
+    values = arrays[name]
+    width = values.shape[-1] // 2 if values.ndim else 0
+    is_divided = bool(width) and width * 2 == values.shape[-1]
+    chunk = [*values.shape[:-1], width] if is_divided else list(values.shape)
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": folder}, "path": name},
+        "metadata": {
+            "shape": list(values.shape),
+            "data_type": values.dtype.name,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": chunk},
+            },
+        },
+    }
+    store = ts.open(spec, create=True, open=True).result()
+    if is_divided:
+        own = slice(process * width, (process + 1) * width)
+        store[..., own].write(values[..., own]).result()
+    elif process == 0:
+        store.write(values).result()
+"""
+
+
+def test_a_step_of_several_processes(config: Path, tmp_path: Path) -> None:
+    """All write into one store at once, each the parts of its devices."""
+    step, arrays = tmp_path / "step-20", as_train_state(as_levanter(made()))
+    step.mkdir()
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    run = [sys.executable, "-c", _OF_PROCESS, f"{step}/", tmp_path / "arrays.npz"]
+    processes = [subprocess.Popen([*run, str(process)]) for process in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    (step / "metadata.json").write_text(json.dumps(ABOUT))
+    assert sorted(path.name for path in step.iterdir()) == ["d", "manifest.ocdbt", "metadata.json"]
+    ran = cli("convert", step, tmp_path / "out", "--to", "hf", "--config", config)
+    assert ran.code == 0, ran.errors
+    assert_same_model(tmp_path / "out", made())
 
 
 def test_the_optimizer_alone(plain: Path, tmp_path: Path) -> None:

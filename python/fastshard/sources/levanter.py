@@ -14,6 +14,7 @@ from .._core import Table
 from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding
+from ..common.regex import compile_when_used
 from ..layouts import tables
 from ..layouts.declaration import Description, Optimizer, Source
 from ..layouts.jax_train_states import RANDOM
@@ -39,6 +40,8 @@ _SHOWN = {
     "qk_norm": "self_attn/q_norm/weight",
     "mlp_bias": "mlp/up_proj/bias",
 }
+#: A moment of Adam and of its kin.
+_MOMENT = compile_when_used(r"^(opt_state/(?:.+/)?)(mu|nu)/(.+)$")
 _EXPORT = (
     "convert the model to Hugging Face with Levanter's own tool (levanter.main.export_lm_to_hf), and pass "
     "the result"
@@ -72,6 +75,31 @@ def find_lost_model(names: Collection[str], where: str) -> Finding | None:
         got=", ".join(sorted({name.partition("/")[0] for name in names})),
         help="copy the folder model from the node that saved the step, or choose another step with --step",
     )
+
+
+def find_lost_moments(names: Collection[str], where: str) -> list[Finding]:
+    """Report weights of which one of Adam's moments is there and the other is not.
+
+    source: optax _src/transform.py (scale_by_adam): both are trees as the parameters are
+    """
+    slots: dict[str, dict[str, set[str]]] = {}
+    for name in names:
+        if match := _MOMENT.match(name):
+            slots.setdefault(match[1], {"mu": set(), "nu": set()})[match[2]].add(match[3])
+    return [
+        Finding.of(
+            codes.MISSING_TENSOR,
+            "this moment of the optimizer is missing, and the other one of the same weight is there",
+            severity="warning",
+            file=where,
+            tensor=f"{inner}{lacking}/{name}",
+            help="copy it from the node that saved the step: a run cannot go on without it",
+        )
+        for inner, of in sorted(slots.items())
+        if of["mu"] and of["nu"]
+        for name in sorted(of["mu"] ^ of["nu"])
+        for lacking in [slot for slot in ("mu", "nu") if name not in of[slot]]
+    ]
 
 
 def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path: Path | None) -> None:

@@ -142,7 +142,7 @@ _ENTRIES: list[Entry] = [
     Entry(
         _load_orbax,
         _marked(
-            r"(?:_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray|zarr\.json"
+            r"(?:_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|metadata\.json|\.zarray|zarr\.json"
             r"|c(?:\.\d+)*|\d+(?:\.\d+)*)$"
         ),
     ),

@@ -97,7 +97,9 @@ class Orbax:
         framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
         if places[0].is_levanter:
             framework = "Levanter"
-            findings += levanter_steps.find_temporary(places[0].path(listing), evidence.where)
+            findings += levanter_steps.find_in_metadata(places[0].path(listing), evidence.where)
+            if places[0].ocdbt:
+                findings += levanter_steps.find_folders_beside_store(places[0].plain, evidence.where)
             if lost := levanter_model.find_lost_model(union.arrays, evidence.where):
                 raise error_for([lost])
         return Found(
@@ -164,6 +166,7 @@ class Orbax:
         elif paxml_model.is_train_state(arrays):
             paxml_model.describe(source, arrays, config, path)
         elif place.is_levanter or levanter_model.is_train_state(arrays):
+            source.tensor_findings += levanter_model.find_lost_moments(arrays, where)
             levanter_model.describe(source, arrays, *hf_config.config_of(listing, place.folder, options))
         return source
 
@@ -232,6 +235,7 @@ def _refuse_without_arrays(listing: Listing) -> None:
     """Raise an error for a save without arrays: one that only began, or chunks whose arrays are unknown."""
     started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
     if started is None:
+        levanter_steps.refuse_without_manifest(listing)
         _refuse_chunks_alone(listing)
         return
     raise FastshardError.of(
@@ -304,7 +308,8 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         expected=levanter_steps.METADATA
         if places[0].is_levanter
         else "a directory without the mark of temporary ones, its processes' stores merged",
-        help="choose another step with --step; or name the directories of all processes and accept it: every "
+        help=("pass the step's folder if this is a part of one; " if places[0].is_levanter else "")
+        + "choose another step with --step; or name the directories of all processes and accept it: every "
         "chunk is still proven to be there",
         run=["--accept uncommitted"],
     )

@@ -1,15 +1,24 @@
 """Steps of Levanter: the folder that holds a train state, in which each module may be a folder of its own.
 
-source: Levanter checkpoint.py (save_checkpoint, _save_metadata), tensorstore_serialization.py
-    (tree_serialize_leaves_tensorstore, _create_ocdbt_spec)
+Several hosts write what one writes: all processes open one store at the step's address, each writes the first
+replicas of what its devices hold, and process 0 writes the metadata when all have passed a barrier. No
+process has a store of its own.
+
+source: Levanter checkpoint.py (save_checkpoint, _save_metadata: ``if jax.process_index() == 0``),
+    tensorstore_serialization.py (tree_serialize_leaves_tensorstore; _create_ocdbt_spec: ``"kvstore":
+    {"driver": "ocdbt", "base": build_kvstore_spec(checkpoint_root)}``, for any process); jax
+    array_serialization/serialization.py (AsyncManager._thread_func: ``wait_at_barrier``),
+    tensorstore_impl.py (async_serialize: ``replica_id == 0``)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...common import codes, json_text, safe_files
+from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
@@ -20,10 +29,15 @@ _MAX = 1 << 20
 #: Folders above a given one in which its step is sought.
 _DEPTH = 3
 _KEYS = frozenset({"step", "timestamp", "is_temporary"})
+#: The file of a store that leads to all others, and the folder of these.
+_MANIFEST, _DATA = "manifest.ocdbt", "d"
+#: The name that Levanter gives a step. source: Levanter checkpoint.py (Checkpointer.on_step)
+_STEP = compile_when_used(r"^step-(\d{1,18})$")
 #: What a train state holds the model as.
 _MODEL = "model"
-#: Below a step's folder, in the models that share Llama's modules.
+#: Below a step's folder, in the models that share Llama's modules; and below the model's alone.
 _LAYERS = compile_when_used(r"^(?:(.*?)/)?model/transformer/layers/(?:stacked|blocks)/")
+_LAYERS_ALONE = compile_when_used(r"^transformer/layers/(?:stacked|blocks)/")
 
 
 class Steps:
@@ -42,6 +56,8 @@ class Steps:
             for number, root in enumerate(listing.roots)
             if root.resolve().name == _MODEL and read_metadata(root.resolve().parent / METADATA) is not None
         }
+        #: Roots that are the model's folder without its step: a copy of it, or an address.
+        self._copied = {file.root for file in listing.files if _LAYERS_ALONE.match(file.path)} - self._models
         #: Those of saves that did not end, as far as the names of a model show them.
         self._begun = {
             (file.root, match[1] or "")
@@ -51,7 +67,7 @@ class Steps:
 
     def holder(self, file: File) -> str | None:
         """Return the folder of the step that has an array, by its metadata file; None outside of steps."""
-        if file.root in self._models:
+        if file.root in self._models or file.root in self._copied:
             return ""
         folder = file.folder
         while folder:
@@ -104,16 +120,66 @@ def refuse_part(listing: Listing) -> None:
                 )
 
 
-def find_temporary(path: Path, where: str) -> list[Finding]:
-    """Report a step that the run deletes once it has saved the next one."""
-    if not (read_metadata(path / METADATA) or {}).get("is_temporary"):
-        return []
-    return [
-        Finding.of(
+def refuse_without_manifest(listing: Listing) -> None:
+    """Raise an error for a step whose store lacks the file that leads to its data."""
+    data = {(file.root, file.folder.rpartition("/")[0]) for file in listing.files if _is_data(file)}
+    for root, folder in sorted(data):
+        path = listing.roots[root] / folder
+        if read_metadata(path / METADATA) is not None and not (path / _MANIFEST).exists():
+            raise FastshardError.of(
+                codes.MISSING_FILE,
+                f"{_MANIFEST} is missing: without it nothing leads to the data of this step of Levanter",
+                file=f"{folder}/{_MANIFEST}".lstrip("/"),
+                help="copy the file from the node that saved the step, or choose another step with --step",
+            )
+
+
+def _is_data(file: File) -> bool:
+    return file.folder.rpartition("/")[2] == _DATA
+
+
+def find_in_metadata(path: Path, where: str) -> list[Finding]:
+    """Report a step that the run will delete, and metadata that is another step's."""
+    about = read_metadata(path / METADATA) or {}
+    findings = []
+    if about.get("is_temporary"):
+        finding = Finding.of(
             codes.NOT_PROVABLE,
             "is_temporary: the run deletes this step once it has saved another one",
             severity="note",
             file=where,
             help="copy it first if the run goes on",
+        )
+        findings.append(finding)
+    named = _STEP.match(path.name)
+    if about and named and about["step"] != int(named[1]):
+        finding = Finding.of(
+            codes.MIXED_STEPS,
+            f"{METADATA} and the folder's name are of different steps: the folder was renamed, or the file "
+            "is that of another save and this one may not have ended",
+            severity="warning",
+            file=where,
+            expected=f"step {int(named[1])}",
+            got=shown(about["step"]),
+            help="compare with the step on the node that saved it",
+        )
+        findings.append(finding)
+    return findings
+
+
+def find_folders_beside_store(arrays: Sequence[File], where: str) -> list[Finding]:
+    """Report folders of arrays beside a store, which Levanter does not read.
+
+    source: Levanter tensorstore_serialization.py (is_ocdbt_checkpoint)
+    """
+    if not arrays:
+        return []
+    return [
+        Finding.of(
+            codes.UNEXPECTED_FILE,
+            "folders of arrays lie beside the store; the store is read, as Levanter does",
+            file=where,
+            got=f"{len(arrays)} arrays, {arrays[0].folder} among them",
+            help="move them away: they are of another save",
         )
     ]
