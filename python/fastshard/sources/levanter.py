@@ -16,11 +16,11 @@ from ..common.config_text import shown
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 from ..layouts import tables
-from ..layouts.declaration import Description, Optimizer, Source
+from ..layouts.declaration import Description, Source
 from ..layouts.jax_train_states import RANDOM
 from ..layouts.maxtext_names import Arrays
 from ..models import config_json, huggingface
-from .train_states import ModelAlone, RefusedModel
+from .train_states import RefusedModel, bind_config, bind_model, take_unknown
 
 _LAYOUT = "levanter.llama"
 #: Tables of Hugging Face whose models Levanter computes with the modules of its Llama.
@@ -42,6 +42,7 @@ _SHOWN = {
 }
 #: A moment of Adam and of its kin.
 _MOMENT = compile_when_used(r"^(opt_state/(?:.+/)?)(mu|nu)/(.+)$")
+_OF_LLAMA = "a model of the Llama kind (llama, mistral, qwen2, qwen3)"
 _EXPORT = (
     "convert the model to Hugging Face with Levanter's own tool (levanter.main.export_lm_to_hf), and pass "
     "the result"
@@ -121,13 +122,11 @@ def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path
     table = _table(tables.table(_LAYOUT), is_stacked=any(name.startswith(_STACKED) for name in own))
     strange = sorted(name for name in own if table.rule_of(name) is None)
     if strange:
-        _take_unknown(source, config, root + strange[0])
+        take_unknown(source, config, "Levanter", root + strange[0], _OF_LLAMA, _EXPORT)
         return
     label = str(path) if path is not None else None
     source.model = _describe_model(source, config, path, label)
-    source.binding.layout = _LAYOUT
-    weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
-    source.binding.table, source.optimizer = weights, Optimizer(rules=ModelAlone(weights, beside, _REASONS))
+    bind_model(source, table, root, beside, _REASONS)
     if source.model.spelling is None or config is None:
         return
     axes, facts, sets = config_json.described(config, label, own, _LAYOUT)
@@ -137,10 +136,7 @@ def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path
         return
     # Levanter pads the vocabulary so that it divides over the devices (round_axis_for_partitioning).
     axes.pop("P", None)
-    if source.binding.vocab_size:
-        axes.pop("V", None)
-    source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets
-    source.index.is_provable = True
+    bind_config(source, axes, facts, sets)
 
 
 def _table(table: Table, *, is_stacked: bool) -> Table:
@@ -152,19 +148,6 @@ def _table(table: Table, *, is_stacked: bool) -> Table:
         for rule in table.rules
     ]
     return table.with_rules(rules)
-
-
-def _take_unknown(source: Source, config: dict[str, Any] | None, strange: str) -> None:
-    """Declare a model that has no table: its tensors can be merged."""
-    finding = Finding.of(
-        codes.UNSUPPORTED,
-        "no layout for this Levanter model: its tensors can be merged, not converted to other layouts",
-        tensor=strange,
-        expected="a model of the Llama kind (llama, mistral, qwen2, qwen3)",
-        help=_EXPORT,
-    )
-    source.findings.append(finding.replace(severity="note"))
-    source.model = Description(config=config, dialect=RefusedModel("Levanter", finding))
 
 
 def _describe_model(
@@ -188,7 +171,7 @@ def _describe_model(
             codes.UNSUPPORTED,
             f"no layout for a {shown(config.get('model_type'))} of Levanter",
             file=label,
-            expected="a model of the Llama kind (llama, mistral, qwen2, qwen3)",
+            expected=_OF_LLAMA,
             got=shown(config.get("model_type")),
             help=_EXPORT,
         )

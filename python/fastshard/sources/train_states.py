@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._core import Rule, Table
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
-from ..layouts.declaration import Evidence
+from ..layouts.declaration import Description, Evidence, Optimizer, Source
 from ..layouts.jax_train_states import LEFT_OUT
 from ..models.model import Model
 
@@ -44,3 +45,37 @@ class ModelAlone:
         """Return the table of a conversion, which takes the model alone."""
         left = [Rule.ignoring(name, self.reasons.get(name, LEFT_OUT)) for name in self.state]
         return self.weights.with_rules([*self.weights.rules, *left])
+
+
+def take_unknown(
+    source: Source, config: dict[str, Any] | None, framework: str, strange: str, expected: str, export: str
+) -> None:
+    """Declare a model of which no table names the tensor ``strange``: its tensors can be merged."""
+    finding = Finding.of(
+        codes.UNSUPPORTED,
+        f"no layout for this model of {framework}: its tensors can be merged, not converted to other layouts",
+        tensor=strange,
+        expected=expected,
+        help=export,
+    )
+    source.findings.append(finding.replace(severity="note"))
+    source.model = Description(config=config, dialect=RefusedModel(framework, finding))
+
+
+def bind_model(
+    source: Source, table: Table, root: str, state: Sequence[str], reasons: Mapping[str, str]
+) -> None:
+    """Declare the table of the model whose names begin with a root, and the state beside it."""
+    weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
+    source.binding.layout, source.binding.table = table.name, weights
+    source.optimizer = Optimizer(rules=ModelAlone(weights, tuple(state), reasons))
+
+
+def bind_config(
+    source: Source, axes: dict[str, int], facts: dict[str, bool], sets: dict[str, tuple[str, list[int]]]
+) -> None:
+    """Declare what the config says; the size of the vocabulary is the caller's, if one is given."""
+    if source.binding.vocab_size:
+        axes.pop("V", None)
+    source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets
+    source.index.is_provable = True

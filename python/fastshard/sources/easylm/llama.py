@@ -10,9 +10,9 @@ from ...common import codes
 from ...common.config_text import shown
 from ...common.errors import Finding
 from ...layouts import tables
-from ...layouts.declaration import Description, Optimizer, Source
+from ...layouts.declaration import Description, Source
 from ...models import config_json, huggingface
-from ..train_states import ModelAlone, RefusedModel
+from ..train_states import RefusedModel, bind_config, bind_model, take_unknown
 
 _NAME = "EasyLM"
 _LAYOUT, _OF_CONFIG, _MODEL_TYPE = "easylm.llama", "hf.llama", "llama"
@@ -50,15 +50,7 @@ def describe(source: Source, names: Sequence[str], config: dict[str, Any] | None
     table = tables.table(_LAYOUT)
     label = str(path) if path is not None else None
     if strange := sorted(name for name in own if table.rule_of(name) is None):
-        finding = Finding.of(
-            codes.UNSUPPORTED,
-            "no layout for this model of EasyLM: its tensors can be merged, not converted to other layouts",
-            tensor=root + strange[0],
-            expected="a LLaMA",
-            help=_EXPORT,
-        )
-        source.findings.append(finding.replace(severity="note"))
-        source.model = Description(config=config, dialect=RefusedModel(_NAME, finding))
+        take_unknown(source, config, _NAME, root + strange[0], "a LLaMA", _EXPORT)
         return
     refused = _find_unknown(config, label) or _find_contradiction(config, own, root, label)
     if refused is not None or config is None:
@@ -67,15 +59,9 @@ def describe(source: Source, names: Sequence[str], config: dict[str, Any] | None
         source.model = Description(_MODEL_TYPE, config, path, dialect=dialect)
         source.findings += [refused] if refused is not None and refused.is_a("whole_checkpoint") else []
         return
-    source.binding.layout = _LAYOUT
-    weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
-    source.binding.table, source.optimizer = weights, Optimizer(rules=ModelAlone(weights, beside))
+    bind_model(source, table, root, beside, {})
     source.model = Description(_MODEL_TYPE, config, path, dialect=huggingface.DIALECT, spelling=_NAME)
-    axes, facts, sets = config_json.described(config, label, own, _LAYOUT)
-    if source.binding.vocab_size:
-        axes.pop("V", None)
-    source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets
-    source.index.is_provable = True
+    bind_config(source, *config_json.described(config, label, own, _LAYOUT))
 
 
 def _find_unknown(config: dict[str, Any] | None, label: str | None) -> Finding | None:
