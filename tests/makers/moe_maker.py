@@ -125,16 +125,16 @@ def _experts(name: str, gate_up: torch.Tensor, down: torch.Tensor, form: str) ->
 
 
 def rank_state(
-    whole: State, place: tuple[int, int, int], degrees: tuple[int, int, int], form: str = "sequential"
+    whole: State,
+    place: tuple[int, int, int],
+    degrees: tuple[int, int, int],
+    form: str = "sequential",
+    layers: int = 2,
 ) -> State:
     """One rank's tensors under Megatron's names; `whole` is the state of transformers' model in memory."""
     (tp_rank, stage, ep_rank), (tp, pp, ep) = place, degrees
     config = MixtralConfig(**SIZES)
-    heads, groups, layers = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.num_hidden_layers,
-    )
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
     padded = {
         name: torch.cat([whole[name], torch.zeros(PADDED - config.vocab_size, config.hidden_size)])
         for name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -221,7 +221,12 @@ def rank_folder(place: tuple[int, int, int], degrees: tuple[int, int, int]) -> s
 
 
 def save_legacy(
-    root: Path, whole: State, degrees: tuple[int, int, int], form: str = "sequential", **changes: Any
+    root: Path,
+    whole: State,
+    degrees: tuple[int, int, int],
+    form: str = "sequential",
+    layers: int = 2,
+    **changes: Any,
 ) -> Path:
     """A checkpoint of the legacy form."""
     tp, pp, ep = degrees
@@ -232,7 +237,7 @@ def save_legacy(
             "args": arguments(tp, pp, ep, **changes),
             "checkpoint_version": 3.0,
             "iteration": 10,
-            "model": rank_state(whole, place, degrees, form),
+            "model": rank_state(whole, place, degrees, form, layers),
         }
         torch.save(content, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("10")

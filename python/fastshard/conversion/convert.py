@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import adapter_factors, downloaded_files, quantised_values, superseded_copies
+from ..checkpoint import (
+    adapter_factors,
+    downloaded_files,
+    expert_values,
+    quantised_values,
+    superseded_copies,
+)
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
@@ -323,7 +329,7 @@ def prepared(
     copies_of_index = superseded_copies.compare_copies(checkpoint.opened, writes=True)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog, plan.core)
-    findings = checkpoint.opened.gate.passed(copies_of_index)
+    findings = checkpoint.opened.gate.passed([*copies_of_index, *_find_odd_experts(checkpoint, plan, share)])
     findings += [] if share is None else compared(expected, checkpoint, plan, run, bar, share)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None or host_parts.settled(checkpoint)
@@ -346,6 +352,13 @@ def prepared(
     above, left_out = from_above(plan, copies, given), find_left_out(checkpoint, copies)
     hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *plan.source.files.folders])
     return Job(checkpoint, plan, run, hashed, above, settled, [*found, *findings], left_out)
+
+
+def _find_odd_experts(checkpoint: Checkpoint, plan: Plan, share: tuple[int, int] | None) -> list[Finding]:
+    """Find copied and constant experts among the stored tensors; the first of several ranks does it."""
+    if share is None or share[0] > 1:
+        return []
+    return expert_values.check_experts(checkpoint, plan.core if plan.target == "merge" else None).findings
 
 
 def _refuse_loss(

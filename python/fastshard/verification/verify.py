@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import adapter_factors, manifest_files, quantised_values, superseded_copies
+from ..checkpoint import (
+    adapter_factors,
+    expert_values,
+    manifest_files,
+    quantised_values,
+    superseded_copies,
+)
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.downloaded_files import Downloaded, compare_files
 from ..checkpoint.loaded_names import unloaded_prefix
@@ -136,7 +142,7 @@ def verify(
         findings = [f for f in findings if f.file or not (f.code == codes.NOT_PROVABLE or f.is_a("unproven"))]
     all_names = make_plan(checkpoint.opened).index.keys() if include or exclude else plan.index.keys()
     left_out = () if path is None else all_names - plan.index.keys()
-    differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
+    differing, downloaded, unnoticed = _differing(checkpoint, plan, path, left_out, run, progress)
     findings += _find_accepted_part(inside)
     opened = checkpoint.opened
     facts = Facts(
@@ -156,7 +162,7 @@ def verify(
     if include or exclude:
         selection = f"a selection: {len(plan.index)} of {len(all_names)} tensors"
         part = f"{part}, {selection}" if part else selection
-    unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
+    unnoticed = [*([_NEVER_SAVED] if _lists_itself(plan) else []), *unnoticed]
     return Verdict(found, proof.checked(found, vouched, partial, unnoticed, part))
 
 
@@ -196,9 +202,13 @@ def _differing(
     left_out: Collection[str],
     run: RunOptions,
     progress: Report,
-) -> tuple[list[Finding], Downloaded | None]:
-    """Read the tensors, and return findings and the record of downloaded files; None if it was not made."""
+) -> tuple[list[Finding], Downloaded | None, list[str]]:
+    """Read the tensors, and return findings, the record of downloaded files and what would go unnoticed.
+
+    The record is None if it was not made.
+    """
     findings: list[Finding] = []
+    unnoticed: list[str] = []
     downloaded = None
     part = run["subset"] or (1, 1)
     try:
@@ -212,6 +222,10 @@ def _differing(
             # Replicas and duplicates can only be judged over tensors that are whole.
             found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
+            if part[0] == 1:
+                experts = expert_values.check_experts(checkpoint, plan.core, reports_zeros=True)
+                findings += experts.findings
+                unnoticed += experts.unnoticed
             if (taken := checkpoint.opened.taken) is not None:
                 findings += compare_taken(taken, run, bar.phase("verifying what is taken"))
             if manifest is not None:
@@ -220,7 +234,7 @@ def _differing(
                 findings += [f.replace(severity="note") if f.file == _CARD else f for f in against]
     except _core.CoreError as error:
         findings += from_core(error).findings
-    return findings, downloaded
+    return findings, downloaded, unnoticed
 
 
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
