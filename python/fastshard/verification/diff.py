@@ -13,7 +13,7 @@ from ..checkpoint.plan import Plan
 from ..checkpoint.planning import make_plan
 from ..checkpoint.tensor import Tensor
 from ..common import codes, memory_budget
-from ..common.errors import Finding, from_core, raise_errors
+from ..common.errors import FastshardError, Finding, from_core, raise_errors
 from ..common.formatting import counted
 from ..common.options import Opening
 from ..common.progress import Progress, Report
@@ -186,9 +186,10 @@ def diff(
 ) -> Differences:
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
-    Names are the sources' own if both have names in common; otherwise both use their Hugging Face layout. The
-    function compares hashes first, and reads only different tensors again, for the figures and for the
-    statistics of both sides.
+    Names are the sources' own if both have names in common; otherwise both use their Hugging Face layout.
+    They do so too if each has names that the other lacks, and fewer names differ in that layout: experts in
+    one tensor and experts apart are the same. The function compares hashes first, and reads only different
+    tensors again, for the figures and for the statistics of both sides.
 
     Args:
         a: an opened checkpoint, a path, or several node-local paths.
@@ -246,6 +247,20 @@ def diff(
     return Differences(out, found, close, len(hashes[0].keys() | hashes[1].keys()))
 
 
+def _find_one_form(sides: tuple[Checkpoint, Checkpoint], differing: int) -> list[Plan] | None:
+    """Plan two checkpoints in their Hugging Face layout, in which experts apart are experts in one tensor.
+
+    Return None if one of them has no such layout or is incomplete in it, or if no fewer names differ.
+    """
+    try:
+        plans = [make_plan(side.opened, Request("hf")) for side in sides]
+    except FastshardError:
+        return None
+    if any(finding.severity == "error" for plan in plans for finding in plan.findings):
+        return None
+    return plans if len(plans[0].index.keys() ^ plans[1].index.keys()) < differing else None
+
+
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:
     """Plan the chosen tensors of two checkpoints under common names; the plan of one may be empty."""
     chosen: dict[str, Any] = {"include": include, "exclude": exclude}
@@ -256,6 +271,8 @@ def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclud
         names = [have | make_plan(side.opened).index.keys() for have, side in zip(names, sides, strict=True)]
     if not names[0] & names[1]:
         plans = [make_plan(side.opened, Request("hf", **chosen)) for side in sides]
+    elif names[0] - names[1] and names[1] - names[0] and not (include or exclude):
+        plans = _find_one_form(sides, len(names[0] ^ names[1])) or plans
     for plan in plans:
         # Where nothing is left of one side, that is what they differ in; of both, no name fits the patterns.
         empty = bool(include or exclude) and not plan.outputs and any(other.outputs for other in plans)
