@@ -205,6 +205,17 @@ def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bo
 
 #: Keys that say how many layers predict further tokens.
 _FURTHER = ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def find_promised_further(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Find the key under which a config promises layers that predict further tokens, and their number."""
+    for key in _FURTHER:
+        number = config.get(key)
+        if type(number) is int and number > 0:
+            return key, number
+    return None
+
+
 #: Keys under which a config says that its weights are quantised.
 QUANTISED = ("quantization_config", "compression_config")
 #: Files in which quantisers say what they did, where config.json does not.

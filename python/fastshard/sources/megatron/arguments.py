@@ -77,6 +77,7 @@ def override(
     if is_config_json(config):
         source.findings += config_json.find_contradictions(config, options.config_path or "config.json")
         source.findings += find_missing_rows(config, args.get("padded_vocab_size"), file)
+        source.findings += _find_missing_further(config, args, file)
     else:
         source.findings += find_repeated_spellings(config, options.config_path or "config")
     if "rms_norm_eps" in config:
@@ -91,6 +92,29 @@ def _find_config_of_text(options: Options) -> dict[str, Any] | None:
     if config is None or not is_config_json(config):
         return config
     return config_json.find_text_config(config) or config
+
+
+def _find_missing_further(
+    config: Mapping[str, Any], args: Mapping[str, Any], file: str | None
+) -> list[Finding]:
+    """Warn of layers that predict further tokens in ``--config`` if the run built none."""
+    promised = config_json.find_promised_further(config)
+    # Arguments that do not state their number are of a version without such layers.
+    if promised is None or args.get("mtp_num_layers", 1):
+        return []
+    key, number = promised
+    layers = "1 MTP layer" if number == 1 else f"{number} MTP layers"
+    return [
+        Finding.of(
+            codes.MISSING_PART,
+            f"--config promises {layers} ({key}), and the run built none: no file holds a tensor of them",
+            file=file,
+            expected=f"mtp_num_layers {number}",
+            got="none in the checkpoint's arguments",
+            help=f"convert a save of a run that has them; if they were left out on purpose, set {key} to 0 "
+            "in the config",
+        )
+    ]
 
 
 def _contradict_tie(file: str | None) -> Finding:
