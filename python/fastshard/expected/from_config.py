@@ -41,6 +41,7 @@ _LAYERS = frozenset(
 _KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
 #: A module, or a kind of layer, that is an MLP, and modules that mix tokens.
 _MLP = compile_when_used(r"mlp|ffn|feed_forward|moe")
+_OF_EXPERTS = compile_when_used(r"\.experts\.")
 _MIXER = compile_when_used(r"attn|attention|mixer|mamba|ssm|conv|rnn")
 #: Layers behind the last one, which predict further tokens.
 _FURTHER = frozenset(
@@ -263,6 +264,8 @@ def counts(
             yield from _gap(stack, codes.MISSING_TENSOR, "expert", numbers)
             if numbers is not None:
                 yield from _experts(stack, numbers, tensors, in_files)
+    if numbers is not None:
+        yield from _stacked_experts(numbers, tensors)
 
 
 def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> Iterator[Finding]:
@@ -355,6 +358,33 @@ def _experts(
             got=f"{stack.count}",
             help="copy the files of other expert-parallel ranks, which are missing from the index too",
         )
+
+
+def _stacked_experts(numbers: ConfigNumbers, tensors: Mapping[str, ShapeDtype]) -> Iterator[Finding]:
+    """Warn of a tensor that holds fewer experts of a layer than its router and the config count."""
+    sizes = set(numbers.of(_EXPERTS).values())
+    if len(sizes) != 1 or numbers.lists_blocks:
+        return
+    (count,) = sizes
+    routed = {
+        name.rpartition(".")[0].rpartition(".")[0]
+        for name, (shape, _) in tensors.items()
+        if len(shape) == 2 and shape[0] == count and not _OF_EXPERTS.search(name)
+    }
+    for name, (shape, _) in tensors.items():
+        match = _OF_EXPERTS.search(name)
+        if match is None or len(shape) < 3 or count in shape or name[: match.start()] not in routed:
+            continue
+        if shape[0] < count:
+            yield Finding.of(
+                codes.SHAPE,
+                f"the tensor holds {shape[0]} experts, and the router of its layer chooses among {count}",
+                severity="warning",
+                tensor=name,
+                expected=f"{count} experts, as the config states",
+                got=f"{list(shape)}",
+                help="gather the experts of all expert-parallel ranks, and write the tensor again",
+            )
 
 
 def _ranges(numbers: list[int]) -> str:
