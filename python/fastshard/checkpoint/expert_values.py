@@ -36,7 +36,7 @@ _SAMPLE = 1 << 10
 #: Bytes of a suspect that are read at a time.
 _WINDOW = 4 << 20
 #: Bytes of an encoded tensor that are decoded once more, at most: a part of it costs as much as all of it.
-_DECODED = 256 << 20
+_DECODED = 64 << 20
 #: Different values of a sample below which equal samples say nothing, as in the core.
 _VALUES = 64
 #: Files that are open at a time.
