@@ -383,7 +383,7 @@ def _stacked_experts(numbers: ConfigNumbers, tensors: Mapping[str, ShapeDtype]) 
                 tensor=name,
                 expected=f"{count} experts, as the config states",
                 got=f"{list(shape)}",
-                help="gather the experts of all expert-parallel ranks, and write the tensor again",
+                help="write the tensor again with the experts of all expert-parallel ranks",
             )
 
 
