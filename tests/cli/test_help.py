@@ -306,7 +306,7 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
     ran = cli("verfy", NEOX, json_output=False)
     assert ran.code == 2 and ran.err == (
         "fastshard: error: there is no command verfy; did you mean verify?\n"
-        "  help      fastshard --help lists all commands\n"
+        f"  help      fastshard verify {NEOX}\n"
     )
 
 

@@ -305,6 +305,14 @@ class _Reader:
             self.skipped.append(output)
         return False
 
+    def announce(self, matrices: Sequence[_Matrix]) -> None:
+        """Request the samples of matrices from the storage at once: one by one each would be waited for."""
+        for matrix in matrices:
+            place = self._find_place(matrix.output)
+            if place is not None:
+                length = min(_SAMPLE, matrix.size)
+                os.posix_fadvise(place[0], place[1] + matrix.start, length, os.POSIX_FADV_WILLNEED)
+
     def read(self, output: int, start: int, length: int) -> np.ndarray[Any, Any]:
         """Read bytes of an output."""
         import numpy as np
@@ -368,6 +376,7 @@ class _Compared:
 def _compare_family(family: _Family, reader: _Reader, names: Sequence[str], reports_zeros: bool) -> _Compared:
     """Compare the experts of a family."""
     matrices = [matrix for matrix in family.matrices if reader.can_read(matrix.output)]
+    reader.announce(matrices)
     samples: dict[bytes, list[_Matrix]] = {}
     constants: list[tuple[_Matrix, float]] = []
     for matrix in matrices:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .. import _core
 from .help_text import SUMMARY, Overview, Short, examples, overview, usage
+from .likely_meaning import find_verb, is_path, with_out_last, with_verb
 from .styles import WHEN, headed, painter, plain
 from .verbs import VERBS, Verbs
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from .verb import Verb
 
 
+_VERSION = ("-V", "--version")
+
+
 class UsageError(Exception):
     """Raised if the arguments cannot be parsed."""
 
     def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
         super().__init__(message)
         self.parser = parser
+        #: The command that is probably meant.
+        self.run: str | None = None
 
     @property
     def lists(self) -> str:
         """The help that lists commands or options, for messages."""
         return "all commands" if self.parser.prog == "fastshard" else "all options"
-
-
-def _in_front(word: str) -> str:
-    """Return a hint if a path or an option's value stands in the place of the command."""
-    return "; the command comes first, then paths and options" if os.path.exists(word) or word in WHEN else ""  # noqa: PTH110 - of all commands only this needs it
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,13 +56,7 @@ class _Parser(argparse.ArgumentParser):
         if wrong:
             from ..common.near_words import meant
 
-            near = meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
-            is_command = message.startswith("argument COMMAND:")
-            message = (
-                f"there is no command {wrong[1]}{near or _in_front(wrong[1])}"
-                if is_command
-                else message + near
-            )
+            message += meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
         raise UsageError(self, message)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
@@ -88,10 +82,17 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
         argv = [*argv[1:2], "--help"]
     first = verbs.named(argv[0])
     argv = [first, *argv[1:]]
+    if first not in verbs and not first.startswith("-"):
+        raise _explain_no_command(first, argv, verbs)
     # Loading and building a verb is most of what this takes: one that is named needs no other.
-    needed = (verbs[first],) if first in verbs else () if first == "--version" else verbs
+    needed = (verbs[first],) if first in verbs else () if first in _VERSION else verbs
     parser = build(verbs, needed)
-    arguments, rest = parser.parse_known_args(argv)
+    try:
+        arguments, rest = parser.parse_known_args(argv)
+    except UsageError as error:
+        if "OUT" in str(error) and (run := with_out_last(argv)) is not None:
+            raise _explain_out(error.parser, run) from None
+        raise
     if (
         rest
         and isinstance(getattr(arguments, "ckpt", None), list)
@@ -105,9 +106,43 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
             setattr(arguments, name, paths.pop())
         arguments.ckpt = paths
     elif rest:
+        own = subparsers(parser)[arguments.command]
+        if hasattr(arguments, "out") and (run := with_out_last(argv)) is not None:
+            raise _explain_out(own, run)
         suggestion = _suggestion(arguments.command, rest, build(verbs))
-        subparsers(parser)[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
+        own.error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
     return arguments
+
+
+def _explain_no_command(word: str, argv: Sequence[str], verbs: Verbs) -> UsageError:
+    """Make the error for a first word that is no command, with the command that is probably meant."""
+    from ..common.near_words import meant, nearest
+
+    parser = build(verbs, ())
+    names = [verb for group in verbs.groups.values() for verb in group]
+    if (verb := find_verb(word, names)) is not None:
+        error = UsageError(parser, f"there is no command {word}; {verb} does that")
+        error.run = with_verb(verb, argv, replaces=True)
+    elif is_path(word):
+        error = UsageError(
+            parser, f"{word} stands where a command belongs: it comes first, then paths and options"
+        )
+        error.run = with_verb("inspect", argv, replaces=False)
+    elif word in WHEN:
+        error = UsageError(
+            parser, f"there is no command {word}; the command comes first, then paths and options"
+        )
+    else:
+        error = UsageError(parser, f"there is no command {word}{meant(word, names)}")
+        if (near := nearest(word, names)) is not None:
+            error.run = with_verb(near, argv, replaces=True)
+    return error
+
+
+def _explain_out(own: argparse.ArgumentParser, run: str) -> UsageError:
+    error = UsageError(own, "OUT is the last path, and takes no flag")
+    error.run = run
+    return error
 
 
 def takes(verb: Verb, option: str, verbs: Verbs = VERBS) -> bool:
@@ -144,7 +179,7 @@ def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argpars
         prog="fastshard", description=f"{SUMMARY.capitalize()}.", add_help=False, allow_abbrev=False
     )
     parser.add_argument("-h", "--help", action=Overview, verbs=verbs, help="show this and exit")
-    parser.add_argument("--version", action="version", version=f"fastshard {_core.__version__}")
+    parser.add_argument(*_VERSION, action="version", version=f"fastshard {_core.__version__}")
     # A verb may do without the flags; what went wrong is told by them all the same.
     parser.set_defaults(output_format="text")
     # Without `prog` argparse would format a usage for it.

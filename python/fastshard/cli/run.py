@@ -154,9 +154,14 @@ class Run:
             word = next((word for word in self._argv if not word.startswith("-")), "")
             verb = self._verbs.named(word)
             self._arguments.command = verb if verb in self._verbs else None
-            return self._tell(None, [Finding.of(codes.USAGE, str(error))], 2)
+            run = [error.run] if error.run is not None else []
+            help_ = "run it so" if run else None
+            return self._tell(None, [Finding.of(codes.USAGE, str(error), help=help_, run=run)], 2)
         self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")
-        self._streams.say(f"  help      {error.parser.prog} --help lists {error.lists}")
+        help_ = (
+            render.printable(error.run) if error.run else f"{error.parser.prog} --help lists {error.lists}"
+        )
+        self._streams.say(f"  help      {help_}")
         return 2
 
     def _nothing_begun(self) -> str | None:

@@ -18,11 +18,16 @@ _UNITS = {
     "MIB": 1 << 20,
     "GIB": 1 << 30,
     "TIB": 1 << 40,
+    # As other programs mean one letter: docker, java, systemd.
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
 }
 
 
 def parse_size(text: str | int, name: str = "size") -> int:
-    """Return the number of bytes that a size such as ``5GB`` or ``256MiB`` states.
+    """Return the number of bytes that a size such as ``5GB``, ``256MiB`` or ``4g`` (GiB) states.
 
     Raises:
         FastshardError: ``FS515`` if the text is not a size.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable
 from functools import cached_property
@@ -86,6 +87,8 @@ _SIDE_STATE = (
 
 #: `ORG/MODEL`.
 # source: huggingface_hub utils/_validators.py
+#: A path on another host, as ssh and rsync take it.
+_REMOTE = compile_when_used(r"(?P<host>(?:[\w.-]+@)?[A-Za-z0-9][\w.-]*):(?P<path>/?[^:]*[^:/]+/?)")
 _HUB_ID = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 #: An address of a store as a path.
 _ONE_SLASH = compile_when_used(r"(s3|gs|hf|https?):/[^/]")
@@ -456,6 +459,10 @@ def _missing(path: Path) -> FastshardError:
     if (address := _ONE_SLASH.match(os.fspath(path))) is not None:
         # What pathlib makes of an address.
         help_ = f"pass an address as text, with two slashes: {address[1]}://..."
+    elif (remote := _REMOTE.fullmatch(os.fspath(path))) is not None:
+        name = remote["path"].rstrip("/").rpartition("/")[2] or "run"
+        help_ = "copy it from that host first, or run fastshard there"
+        run = [shlex.join(["rsync", "-a", f"{remote['host']}:{remote['path'].rstrip('/')}/", f"{name}/"])]
     elif _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
         help_ = "name its address, if it is a repository of the Hub"
         run = [f"fastshard inspect hf://{path}"]

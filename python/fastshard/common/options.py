@@ -103,7 +103,7 @@ class Source(TypedDict, total=False):
         str | int | None,
         Option(
             "any",
-            "step to take, by name or number (default: the tracker file's, else the newest)",
+            "step to take, by name or number, or latest (default: the tracker file's, else the newest)",
             metavar="N",
         ),
     ]

@@ -161,6 +161,10 @@ _ENTRIES: list[Entry] = [
 ]
 
 
+#: Words for the step that is taken if none is named.
+_LATEST = ("latest", "newest", "last")
+
+
 def load_adapters() -> list[Adapter[Any]]:
     """Load all adapters, in the order in which they are asked."""
     return [entry.load() for entry in _ENTRIES]
@@ -192,6 +196,8 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
         FastshardError: ``FS513`` if there is no checkpoint, ``FS514`` if there is only part of one, ``FS105``
             if only a checkpoint's name exists, or an error that the adapter found by names alone.
     """
+    if options.step in _LATEST and not any(options.step in folder.split("/") for folder in listing.folders()):
+        options = replace(options, step=None)
     if listing.single and options.step is not None:
         raise no_steps(options.step)
     for entry in _in_order(listing):

@@ -71,9 +71,30 @@ _ALSO_CALLED = {
     "neox": "gpt_neox",
     "gpt-neox": "gpt_neox",
     "fsdp": "dcp",
-    "torch": "dcp",
+    "fsdp2": "dcp",
+    "hf_hub": "hf",
+    "nemo2": "megatron",
+    "torch_dist": "megatron:torch_dist",
     "deepspeed": "universal",
     "zero": "universal",
+}
+_TORCH_SAVE = (
+    "files of torch.save are not written; --to hf writes safetensors, --to dcp torch's form for ranks"
+)
+#: What people ask for that is a step further than ``--to hf``, each with that step.
+_AFTER_HF = {
+    "gguf": "llama.cpp's convert_hf_to_gguf.py makes GGUF of what --to hf writes",
+    "llama.cpp": "llama.cpp's convert_hf_to_gguf.py makes GGUF of what --to hf writes",
+    "ollama": "Ollama imports what --to hf writes",
+    "vllm": "vLLM loads what --to hf writes",
+    "sglang": "SGLang loads what --to hf writes",
+    "tgi": "Text Generation Inference loads what --to hf writes",
+    "tensorrt-llm": "TensorRT-LLM reads what --to hf writes",
+    "trtllm": "TensorRT-LLM reads what --to hf writes",
+    "mlx": "mlx_lm.convert reads what --to hf writes",
+    "onnx": "optimum-cli exports what --to hf writes",
+    "hub": "--to hf writes a model of the Hub; OUT may be hf://org/name",
+    **dict.fromkeys(("pytorch", "torch", "pt", "pth", "bin", "ckpt"), _TORCH_SAVE),
 }
 
 
@@ -91,6 +112,14 @@ def check(request: Request) -> None:
     """
     to = request.to
     if to is not None and to not in TARGETS:
+        if (way := _AFTER_HF.get(str(to).lower())) is not None:
+            raise FastshardError.of(
+                codes.USAGE,
+                f"there is no format {to}",
+                expected=", ".join(TARGETS),
+                help=way,
+                run=["--to hf"],
+            )
         known = _ALSO_CALLED.get(str(to).lower())
         near = f"; did you mean {known}?" if known else meant(str(to), [*TARGETS, *_ALSO_CALLED])
         raise FastshardError.of(codes.USAGE, f"there is no format {to}{near}", expected=", ".join(TARGETS))

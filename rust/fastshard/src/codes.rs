@@ -325,7 +325,7 @@ codes! {
         "The file is shorter or longer than its header says."
         "Copy or download it again."
     313 ZERO_SLAB Warning Problem Values [] "All-zero block"
-        "Rows, columns or other blocks of a floating tensor are zero while the rest is not. Or a matrix is zero that is not zero in other layers, or an embedding, a head or a projection is zero, or every matrix is. A lost or unmerged shard leaves that; so do pruning and tokens that were never trained."
+        "Rows, columns or other blocks of a floating tensor are zero while the rest is not. Or a matrix is zero that is not zero in other layers, or an embedding, a head or a projection is zero, or every matrix is. Or an expert holds one value throughout. A lost or unmerged shard leaves that, and an expert that was never written; so do pruning and tokens that were never trained."
         "Compare with a good copy: `fastshard diff`."
     314 NO_CHECKSUMS Note Problem Names [Unproven] "No checksums stored"
         "Torch files were saved without checksums (`torch.serialization.set_crc32_options(False)`), so later damage would go unnoticed. Or the hashes that the Hub's cache keeps of a download are not compared."

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import PurePath
 
+from ...common import codes
 from ...common.codes import CODES
+from ...common.errors import FastshardError
 from ...targets.registry import TARGETS
 from ..parser import build, subparsers
 from ..shared_arguments import add_format
@@ -23,7 +27,13 @@ _INSTALL = {
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
+    parser.add_argument(
+        "shell",
+        nargs="?",
+        choices=SHELLS,
+        metavar="SHELL",
+        help="bash, zsh or fish (default: that of $SHELL)",
+    )
     add_format(parser, ("text", "json"))
 
 
@@ -46,8 +56,18 @@ def script(shell: str) -> str:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    text = script(a.shell)
-    return Result(text.rstrip("\n"), {"shell": a.shell, "script": text}), []
+    shell = a.shell or PurePath(os.environ.get("SHELL", "")).name
+    if shell not in SHELLS:
+        raise FastshardError.of(
+            codes.USAGE,
+            "which shell? $SHELL names none of those that are known",
+            expected=", ".join(SHELLS),
+            got=shell or "nothing",
+            help="name it",
+            run=["fastshard completion bash"],
+        )
+    text = script(shell)
+    return Result(text.rstrip("\n"), {"shell": shell, "script": text}), []
 
 
 COMPLETION = Verb(

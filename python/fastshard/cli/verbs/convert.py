@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from ...checkpoint.dequantised import describe_record
@@ -61,7 +63,38 @@ def destination(a: argparse.Namespace) -> str | None:
     return getattr(a, "out", "")
 
 
+def _refuse_source_as_out(a: argparse.Namespace) -> None:
+    """Raise an error if the last path is no new folder but a checkpoint: OUT was probably forgotten.
+
+    Raises:
+        FastshardError: ``FS504``.
+    """
+    out = Path(a.out)
+    if a.overwrite or a.resume or a.rank is not None or not out.is_dir() or (out / MANIFEST_NAME).exists():
+        return
+    if any(out.resolve() == Path(path).resolve() for path in a.ckpt):
+        return
+    from ...common.listing import list_roots
+    from ...sources.base import Options
+    from ...sources.registry import detect
+
+    try:
+        framework = detect(list_roots([a.out]), Options()).framework
+    except FastshardError:
+        return
+    raise FastshardError.of(
+        codes.OUT_EXISTS,
+        "the destination holds a checkpoint: the last path is taken as OUT",
+        file=a.out,
+        expected="an empty or absent directory",
+        got=f"a checkpoint of {framework}",
+        help="name the destination after it, if it is a source too",
+        run=[shlex.join(["fastshard", a.command, *map(str, a.ckpt), a.out, "OUT"])],
+    )
+
+
 def _write(a: argparse.Namespace, to: str | None) -> Outcome:
+    _refuse_source_as_out(a)
     shaping = shape(a)
     if to is not None:
         shaping |= placing(a)

@@ -13,9 +13,14 @@ from ..render import table
 from ..shared_arguments import add_format
 from ..verb import Outcome, Result, Verb
 
+#: Letters of a word that is looked for.
+_SHORTEST = 3
+
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", nargs="?", metavar="CODE", help="e.g. FS101; without it, all codes")
+    parser.add_argument(
+        "code", nargs="?", metavar="CODE", help="e.g. FS101, or a word of a title: nan; without it, all codes"
+    )
     add_format(parser, ("text", "json"))
 
 
@@ -25,9 +30,15 @@ def _run(a: argparse.Namespace) -> Outcome:
         return Result(table(rows, indent=""), {"codes": [row._asdict() for row in CODES.values()]}), []
     code = a.code.upper()
     row = CODES.get(code if code.startswith("FS") else f"FS{code}")
+    if row is None and (found := _find_codes(a.code)):
+        text = table([(one.code, one.severity, one.title) for one in found], indent="")
+        return Result(text, {"codes": [one._asdict() for one in found]}), []
     if row is None:
         raise FastshardError.of(
-            codes.USAGE, f"no finding has the code {a.code}", help="run `fastshard explain` to list all codes"
+            codes.USAGE,
+            f"no finding has the code {a.code}, and none has this word in its title",
+            help="list all codes",
+            run=["fastshard explain"],
         )
     text = _page(row)
     if row.code == codes.NOT_A_CHECKPOINT:
@@ -35,6 +46,15 @@ def _run(a: argparse.Namespace) -> Outcome:
 
         text += f"\n\nfastshard reads: {', '.join(adapter.name for adapter in load_adapters())}."
     return Result(text, row._asdict()), []
+
+
+def _find_codes(word: str) -> list[Code]:
+    """Find the codes with a word in their titles, else in what they mean."""
+    word = word.strip().lower()
+    if len(word) < _SHORTEST or word.startswith("fs"):
+        return []
+    of_titles = [row for _, row in sorted(CODES.items()) if word in row.title.lower()]
+    return of_titles or [row for _, row in sorted(CODES.items()) if word in row.meaning.lower()]
 
 
 def _page(row: Code) -> str:
