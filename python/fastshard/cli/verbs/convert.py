@@ -82,6 +82,7 @@ def _refuse_source_as_out(a: argparse.Namespace) -> None:
         framework = detect(list_roots([a.out]), Options()).framework
     except FastshardError:
         return
+    command = shlex.join(["fastshard", a.command, *map(str, a.ckpt), a.out, "OUT"])
     raise FastshardError.of(
         codes.OUT_EXISTS,
         "the destination holds a checkpoint: the last path is taken as OUT",
@@ -89,7 +90,7 @@ def _refuse_source_as_out(a: argparse.Namespace) -> None:
         expected="an empty or absent directory",
         got=f"a checkpoint of {framework}",
         help="name the destination after it, if it is a source too",
-        run=[shlex.join(["fastshard", a.command, *map(str, a.ckpt), a.out, "OUT"])],
+        run=[command],
     )
 
 

@@ -75,12 +75,14 @@ impl Local {
                     let Some(&extent) = extents.get(axis) else { continue };
                     let ranks_of_one = table.ranks_of_one(axis, extents).filter(|_| extent > 0);
                     if ranks_of_one.is_some_and(|most| {
-                        degree > extent && degree % extent == 0 && most % (degree / extent) == 0
+                        degree > extent
+                            && degree.is_multiple_of(extent)
+                            && most.is_multiple_of(degree / extent)
                     }) {
                         shares.push(Share { axis: axis.clone(), dimension: dimension.clone(), degree });
                         continue;
                     }
-                    if extent % degree != 0 {
+                    if !extent.is_multiple_of(degree) {
                         findings.push(not_divisible(table, axis, extent, dimension, degree, ranks_of_one));
                     }
                     local.insert(axis.clone(), extent / degree);
