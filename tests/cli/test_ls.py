@@ -13,7 +13,7 @@ from typing import Any
 import fastshard
 import pytest
 import torch
-from fastshard.models.tensor_roles import order_of
+from fastshard.models.tensor_roles import order_in_layer, order_of
 from helpers import FIXTURES, NEOX, STEP, cli, copy, layer_file
 from safetensors.torch import save_file
 
@@ -55,7 +55,7 @@ def test_the_order_is_that_of_the_model(tmp_path: Path) -> None:
 
 
 def test_filters() -> None:
-    names = sorted(fastshard.open(LLAMA), key=order_of)
+    names = sorted(fastshard.open(LLAMA), key=lambda name: (order_of(name), order_in_layer(name)))
     norms = [n for n in names if "norm" in n]
     assert listed(LLAMA, "*norm*") == listed(LLAMA, "--glob", "*norm*") == norms
     assert listed(LLAMA, "--layer", 3, "*norm*") == [n for n in norms if n.startswith("3.")]
@@ -132,8 +132,9 @@ def test_what_matches_nothing_is_said() -> None:
     ran = cli("ls", NEOX, "0.word_embedding.weight")
     assert ran.code == 2 and "did you mean 0.word_embeddings.weight?" in ran.findings[0]["help"]
     assert cli("ls", NEOX, "*nope*").code == 2
-    # Two checkpoints are parts of one: neither is taken for a pattern.
-    assert cli("ls", NEOX, NEOX).findings[0]["code"] != "FS515"
+    # Two checkpoints are parts of one: neither is taken for a pattern, and none is named twice.
+    assert cli("ls", NEOX, NEOX.parent / "neox_pp_tp1").findings[0]["code"] != "FS515"
+    assert cli("ls", NEOX, NEOX).having("FS515", message="this path is named twice")
 
 
 def test_a_checkpoint_that_is_not_whole_is_listed_and_said_to_be_so(tmp_path: Path) -> None:
@@ -172,3 +173,70 @@ def test_what_is_longer_than_the_screen_goes_to_the_pager(tmp_path: Path) -> Non
     for none in ([*command, "--no-pager"], [*command, "--limit", "3"]):
         assert "paged" not in on_terminal(none, PAGER=str(pager))
     assert "word_embeddings" in on_terminal(command, PAGER="no-such-pager")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        # DeepSeek, Qwen, Megatron-LM, GPT-NeoX, GPT-2, Mixtral and a state space.
+        [
+            "input_layernorm.weight",
+            "self_attn.q_a_proj.weight",
+            "self_attn.q_a_layernorm.weight",
+            "self_attn.q_b_proj.weight",
+            "self_attn.kv_a_proj_with_mqa.weight",
+            "self_attn.kv_a_layernorm.weight",
+            "self_attn.kv_b_proj.weight",
+            "self_attn.o_proj.weight",
+            "post_attention_layernorm.weight",
+            "mlp.gate.weight",
+            "mlp.experts.2.gate_proj.weight",
+            "mlp.experts.10.gate_proj.weight",
+            "mlp.experts.2.down_proj.weight",
+        ],
+        [
+            "input_layernorm.weight",
+            "self_attn.q_proj.weight",
+            "self_attn.q_norm.weight",
+            "self_attn.k_proj.weight",
+            "self_attn.k_norm.weight",
+            "self_attn.v_proj.weight",
+            "self_attn.o_proj.weight",
+            "post_attention_layernorm.weight",
+            "mlp.gate_proj.weight",
+            "mlp.up_proj.weight",
+            "mlp.down_proj.weight",
+        ],
+        [
+            "input_layernorm.weight",
+            "self_attention.linear_qkv.weight",
+            "self_attention.linear_proj.weight",
+            "pre_mlp_layernorm.weight",
+            "mlp.router.weight",
+            "mlp.experts.linear_fc1.weight",
+            "mlp.experts.linear_fc2.weight",
+        ],
+        [
+            "input_layernorm.weight",
+            "attention.query_key_value.weight",
+            "attention.dense.weight",
+            "post_attention_layernorm.weight",
+            "mlp.dense_h_to_4h.weight",
+            "mlp.dense_4h_to_h.weight",
+        ],
+        [
+            "ln_1.weight",
+            "attn.c_attn.weight",
+            "attn.c_proj.weight",
+            "ln_2.weight",
+            "mlp.c_fc.weight",
+            "mlp.c_proj.weight",
+        ],
+        ["norm.weight", "mixer.in_proj.weight", "mixer.conv1d.weight", "mixer.out_proj.weight"],
+    ],
+)
+def test_a_layer_is_listed_as_data_passes_it(names: list[str]) -> None:
+    assert sorted(sorted(names), key=order_in_layer) == names
+    backwards = names[::-1]
+    backwards.sort(key=order_in_layer)
+    assert backwards == names

@@ -1,4 +1,4 @@
-"""What people type first: verbs and flags of other tools, paths in the wrong place, other names of formats."""
+"""What people type first: verbs and flags of other tools, paths in the wrong place, other formats."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ PAGES = {
         "Compare the size of the file with that on the node that wrote it.",
     ),
     codes.ZERO_SLAB: Page(
-        "A shard was lost before the tensors were merged, an expert was never written or loaded, or the tensor "
-        "was pruned.",
+        "A shard was lost before the tensors were merged, an expert was never written or loaded, or the "
+        "tensor was pruned.",
         "`fastshard stats CKPT --include NAME` shows the rows or columns. Compare the tensor with a good "
         "copy.",
     ),

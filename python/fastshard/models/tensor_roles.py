@@ -6,11 +6,12 @@ This rule is for people who inspect a checkpoint, and covers all frameworks. No 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from ..common.regex import compile_when_used
 from .tensor_words import WORDS
 
-__all__ = ["layer_of", "order_of", "parts_of", "place_of", "role_of"]
+__all__ = ["layer_of", "order_in_layer", "order_of", "parts_of", "place_of", "role_of"]
 
 #: Words before the number of a layer.
 _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "x_layers"))
@@ -48,6 +49,40 @@ _WRAPPERS = frozenset(
         "_orig_mod",
     )
 )
+
+
+#: What a layer does, step by step, as roles name it, and the parts of a step in their order.
+_STEPS: tuple[tuple[Any, tuple[Any, ...]], ...] = tuple(
+    (compile_when_used(form), tuple(map(compile_when_used, parts)))
+    for form, parts in (
+        (r"^(input_(layer_?)?norm|ln_1|norm_?1|pre_(self_)?attention|attention_norm|norm)\b", ()),
+        (
+            r"attn|attention\.|mixer|mamba|time_mix",
+            (
+                r"q_a_proj|wq_a|q_down",
+                r"q_a_layernorm|q_down.*norm",
+                r"q_b_proj|wq_b|q_up|\bq_proj|\bq\b|\bwq\b|query\b",
+                r"qkv|query_key_value|c_attn|in_proj",
+                r"\bq_(layer)?norm",
+                r"kv_a_proj|wkv_a|kv_down",
+                r"kv_a_layernorm|kv_down.*norm",
+                r"kv_b_proj|wkv_b|kv_up|\bk_proj|\bk\b|\bwk\b|key\b",
+                r"\bk_(layer)?norm",
+                r"\bv_proj|\bv\b|\bwv\b|value\b",
+                r"conv1d",
+                r"a_log|dt_|\bd\b|sink|rot",
+                r"norm",
+            ),
+        ),
+        (r"norm|ln_2", ()),
+        (r"\b(router|gate)\b", ()),
+        (
+            r"mlp|ffn|feed_forward|moe|expert",
+            (r"gate_proj|\bw1\b|wi_0", r"gate_up|fc1|h_to_4h|c_fc|\bwi", r"up_proj|\bw3\b"),
+        ),
+    )
+)
+_NATURAL = compile_when_used(r"\d+|\D+")
 
 
 def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:
@@ -133,3 +168,24 @@ def order_of(name: str) -> tuple[int, str, int]:
         return 3, "", 0
     words = set(_WORD.findall(name))
     return (0 if words.intersection(WORDS["tables"]) else 2), "", 0
+
+
+@lru_cache(maxsize=1 << 14)
+def _step_of(role: str) -> tuple[int, int]:
+    """Return the step of a layer that a role belongs to, and the place in that step."""
+    role = role.lower()
+    step = next((at for at, (form, _) in enumerate(_STEPS) if form.search(role)), len(_STEPS))
+    parts = _STEPS[step][1] if step < len(_STEPS) else ()
+    return step, next((at for at, form in enumerate(parts) if form.search(role)), len(parts))
+
+
+def order_in_layer(name: str) -> tuple[int, int, list[tuple[int, int, str]]]:
+    """Return a sort key by the step of a layer in which its tensor takes part, as data passes the layer.
+
+    >>> sorted(["mlp.down_proj.weight", "self_attn.v_proj.weight", "input_norm.weight"], key=order_in_layer)
+    ['input_norm.weight', 'self_attn.v_proj.weight', 'mlp.down_proj.weight']
+    """
+    step, part = _step_of(role_of(name))
+    # Experts by number.
+    words = [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in _NATURAL.findall(name)]
+    return step, part, words

@@ -14,7 +14,7 @@ from ...checkpoint.tensor_rows import TensorRow, matching, rows_of
 from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
-from ...models.tensor_roles import order_of
+from ...models.tensor_roles import order_in_layer, order_of
 from ..render import Tree, human, table, tree
 from ..shared_arguments import add_common, add_exit_zero, add_opening
 from ..shared_arguments import opened as opened_at
@@ -24,7 +24,7 @@ from ..verb import Outcome, Result, Verb
 _DEPTH = 63
 #: Keys to sort rows by; without one they stay as in the files.
 _ORDERS: dict[str, Callable[[TensorRow], Any]] = {
-    "model": lambda row: order_of(row.name),
+    "model": lambda row: (order_of(row.name), order_in_layer(row.name)),
     "name": lambda row: row.name,
     "size": lambda row: -row.nbytes,
 }
@@ -51,7 +51,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=("model", "file", "name", "size"),
         default="model",
-        help="order (default: model, embeddings first, then layers by number, then the rest)",
+        help="order (default: model, embeddings first, then layers by number, in a layer as data passes it)",
     )
     group.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N")
     group.add_argument("--limit", type=int, metavar="N", help="show N at most")
