@@ -67,6 +67,16 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig]] = {
     ),
     "gemma2": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6)),
     "gemma2_biases": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6, attention_bias=True)),
+    "gpt_oss": (
+        "hf.gpt_oss",
+        transformers.GptOssConfig(**SMALL, head_dim=6, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "gpt_oss_no_biases": (
+        "hf.gpt_oss",
+        transformers.GptOssConfig(
+            **SMALL, head_dim=6, num_local_experts=4, num_experts_per_tok=2, attention_bias=False
+        ),
+    ),
     "phi3": ("hf.phi3", transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1)),
     "qwen2_moe": (
         "hf.qwen2_moe",
@@ -202,7 +212,7 @@ def test_a_model_is_proven_whole(name: str, tmp_path: Path) -> None:
         assert all(torch.equal(made[t], v) for t, v in tensors(name).items())
 
 
-@pytest.mark.parametrize("name", ["deepseek", "ernie", "gemma2", "phi3", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek", "ernie", "gemma2", "gpt_oss", "phi3", "qwen2_moe", "qwen3_moe"])
 def test_every_lost_tensor_is_named(name: str, tmp_path: Path) -> None:
     """One of each rule, so one of each set."""
     table, have = tables.table(MODELS[name][0]), tensors(name)

@@ -115,7 +115,7 @@ def test_every_key_has_a_value() -> None:
         ("biases", '["qkv"]', "[model.pebble]: biases", "a list of lists of qkv, out, mlp, mlp_out"),
         ("biases", '[["query"]]', "[model.pebble]: biases", "a list of lists of qkv, out, mlp, mlp_out"),
         ("biases", "[]", "[model.pebble]: biases", "a list of lists of qkv, out, mlp, mlp_out"),
-        ("window", '"some"', "[model.pebble]: window", "one of all, named, unknown"),
+        ("window", '"some"', "[model.pebble]: window", "one of all, named, set, unknown"),
         ("qk_norm", "1", "[model.pebble]: qk_norm", "true or false"),
         ("scalings", "[1]", "[model.pebble]: scalings", "a list of texts"),
         ("null", '"eos_token_id"', "[model.pebble]: null", "a list of texts"),

@@ -136,6 +136,44 @@ def titan_moe(
     return found | {name: torch.stack([one[n] for n in range(len(one))]) for name, one in experts.items()}
 
 
+#: Of a layer of gpt-oss, besides those of TITAN; and what its stacked experts were called, as
+#: in TITAN_EXPERTS.
+TITAN_GPT_OSS = {"self_attn.sinks": "attention.sinks", "mlp.router": "moe.router.gate"}
+_OSS_SUFFIXES = {"mlp1_weight": "EGD", "mlp1_bias": "EG", "mlp2_weight": "EDF", "mlp2_bias": "ED"}
+_OSS_EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
+
+
+def titan_gpt_oss(state: dict[str, torch.Tensor], age: int = 0) -> dict[str, torch.Tensor]:
+    """A Hugging Face file of gpt-oss as torchtitan has it: its experts have outputs first.
+
+    Args:
+        state: the tensors of the file.
+        age: 0 for names since July 2026, 1 for those since May 2026, and 2 for those before.
+    """
+    found = {}
+    for name, tensor in state.items():
+        value = tensor.clone()
+        if name.startswith("model.layers."):
+            _, _, layer, *inner = name.split(".")
+            own = ".".join(inner)
+            if own.startswith("mlp.experts."):
+                word = own.removeprefix("mlp.experts.").removesuffix("_bias")
+                kind = f"{_OSS_EXPERTS[word]}_{'bias' if own.endswith('_bias') else 'weight'}"
+                value = value if own.endswith("_bias") else value.transpose(1, 2).contiguous()
+                holder = "experts" if age else "routed_experts.inner_experts"
+                suffix = "" if age == 2 else f"_{_OSS_SUFFIXES[kind]}"
+                name = f"layers.{layer}.moe.{holder}.{kind}{suffix}"
+            elif own == "self_attn.sinks":
+                name = f"layers.{layer}.{TITAN_GPT_OSS[own]}"
+            else:
+                module, _, last = own.rpartition(".")
+                name = f"layers.{layer}.{(TITAN | TITAN_GPT_OSS)[module]}.{last}"
+                name = name.replace("qkv_linear.", "") if age == 2 else name
+        whole = {"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"}
+        found[whole.get(name, name)] = value
+    return found
+
+
 def olmo(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     table = OLMO | NORMS["olmo2" if kind == "olmo2" else "llama"]
     found = {}

@@ -419,7 +419,8 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         )
     # A reference says more than a model's own layers.
     merged = _with_own_names(draft)
-    seen = None if opened.reference is not None else evidence(opened, merged, request)
+    has_evidence = opened.reference is None and not _is_described_anew(draft)
+    seen = evidence(opened, merged, request) if has_evidence else None
     by_list: list[Finding] = []
     why = "" if opened.promised is None else opened.promised.why
     if seen is not None:
@@ -456,6 +457,12 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         findings = find_missing_parts(source, draft.parts, draft.names, both_found, findings, listed=listed)
     findings += _odd_dtypes(draft)
     return findings + words(source, draft.axes, request.tokenizer)
+
+
+def _is_described_anew(draft: _Draft) -> bool:
+    """Return True if a table describes a model's values, which are written for another framework."""
+    is_described = draft.source.binding.layout is not None and not draft.opened.is_composite
+    return draft.target is not None and draft.request.to != "hf" and is_described
 
 
 def _with_own_names(draft: _Draft) -> Merged:

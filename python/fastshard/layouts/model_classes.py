@@ -68,8 +68,9 @@ KEYS = frozenset(
 #: Kinds of attention: heads, or groups of them, with keys and values of their own; keys and values from one
 #: latent (MLA); gated delta nets, which carry a state along instead.
 ATTENTIONS = ("heads", "latent", "delta")
-#: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
-WINDOWS = ("all", "named", "unknown")
+#: In which layers a window is: in all; in those that the config names; in those of the table's set
+#: ``windowed``; or in some, and nothing tells which.
+WINDOWS = ("all", "named", "set", "unknown")
 #: Functions by which a router scores experts.
 SCORES = ("softmax", "sigmoid")
 
@@ -129,8 +130,11 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "biases": (f"a list of lists of {', '.join(PLACES)}", _are_biases),
     "attentions": (f"a list of {', '.join(ATTENTIONS)}", _are_attentions),
     "output_gate": ("true or false", _is_flag),
+    "sinks": ("true or false", _is_flag),
     "indexed": ("true or false", _is_flag),
     "stacked": ("true or false", _is_flag),
+    "router_bias": ("true or false", _is_flag),
+    "activation": ("a text", _is_text),
     "scores": (f"one of {', '.join(SCORES)}", lambda value: value in SCORES),
     "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
     "scalings": ("a list of texts", _are_texts),
@@ -172,12 +176,18 @@ class ModelClass:
     attentions: Sequence[str] = ("heads",)
     #: A gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
+    #: Each head has a sink: a number that its softmax counts as one more score.
+    sinks: bool = False
     #: An indexer chooses the tokens that attention sees.
     indexed: bool = False
     #: The experts of a layer are written as one tensor, as the hub has them.
     stacked: bool = False
     #: How the router of a mixture scores experts.
     scores: str = "softmax"
+    #: The router adds a bias to its scores.
+    router_bias: bool = False
+    #: The function of its MLPs, whatever a config says; None where the config says it.
+    activation: str | None = None
     #: Each set of biases that it may have.
     biases: Sequence[Sequence[str]] = ((),)
     #: The layers that see a window only; None where attention takes no notice of one.

@@ -1,10 +1,12 @@
 """What the models of torchtitan and OLMo-core compute. The run's own code has their settings, no checkpoint.
 
-source: torchtitan 0.3.0 models/{llama3,qwen3,deepseek_v3}, models/common/{rope,moe,feed_forward}.py;
+source: torchtitan 0.3.0 models/{llama3,qwen3,deepseek_v3,gpt_oss}, models/common/{rope,moe,feed_forward}.py;
 OLMo-core nn/{rope,feed_forward,attention}
 """
 
 from __future__ import annotations
+
+import math
 
 from ..common import codes
 from ..common.config_text import shown
@@ -39,6 +41,22 @@ _TITAN_DEEPSEEK = replace(
     grouped_experts=True,
     shared_experts=True,
 )
+_TITAN_GPT_OSS = replace(
+    _TITAN_QWEN,
+    kind="gpt-oss",
+    families=("gpt_oss",),
+    activations=("clamped_swiglu",),
+    scalings=("default", "yarn"),
+    qk_norm=(False,),
+    biases=((True, True, True, True),),
+    window=True,
+    windowed_layers="even",
+    sinks=(True,),
+    experts=True,
+    router_bias=(True,),
+)
+#: The window of torchtitan's own models. source: torchtitan models/gpt_oss/__init__.py
+_TITAN_WINDOW = 128
 _OLMO_CORE = Says(
     kind="Llama",
     activations=("silu", "gelu_pytorch_tanh"),
@@ -59,7 +77,8 @@ class Trainer:
 
 _TRAINERS = {
     "torchtitan": Trainer(
-        (_TITAN_LLAMA, _TITAN_QWEN, _TITAN_QWEN_MOE, _TITAN_DEEPSEEK), covered=("rope_interleave",)
+        (_TITAN_LLAMA, _TITAN_QWEN, _TITAN_QWEN_MOE, _TITAN_DEEPSEEK, _TITAN_GPT_OSS),
+        covered=("rope_interleave",),
     ),
     # Its windows follow a pattern of layers. source: OLMo-core nn/attention (SlidingWindowAttentionConfig)
     "olmo_core": Trainer((_OLMO_CORE,), covered=("sliding window in some layers",)),
@@ -79,19 +98,22 @@ def refuse(spelling: str, model: Model) -> None:
     trainer, name = _TRAINERS[spelling], naming_schemes.framework(spelling)
     others = tuple(lack for lack in model.others if lack.what not in trainer.covered)
     unsupported.refuse(name, trainer.kinds, replace(model, others=others))
-    if spelling == "torchtitan" and (lacking := _list_lacks_of_yarn(model.rope)):
+    if spelling == "torchtitan" and (lacking := _list_lacks_of_yarn(model)):
         near = next(kind for kind in trainer.kinds if model.family in kind.families)
         raise unsupported.refused(name, near, lacking)
 
 
-def _list_lacks_of_yarn(rope: Rope) -> list[Lack]:
+def _list_lacks_of_yarn(model: Model) -> list[Lack]:
     """List what YaRN has and torchtitan's lacks: it scales attention by one number, and rotations by none.
 
-    source: torchtitan models/deepseek_v3/model.py (softmax_scale), models/common/rope.py (_yarn_inv_freq);
-    transformers modeling_rope_utils.py (_compute_yarn_parameters)
+    source: torchtitan models/{deepseek_v3,gpt_oss}/model.py (softmax_scale), models/common/rope.py
+    (_yarn_inv_freq); transformers modeling_rope_utils.py (_compute_yarn_parameters)
     """
+    rope = model.rope
     if rope.kind != "yarn":
         return []
+    if model.attention.kind == "heads":
+        return _list_lacks_of_scale(rope)
     scaling = {key: value for key, value in rope.scaling.items() if value is not None}
     every, some, factor = (scaling.get(key) for key in ("mscale_all_dim", "mscale", "attention_factor"))
     if factor is not None:
@@ -101,16 +123,58 @@ def _list_lacks_of_yarn(rope: Rope) -> list[Lack]:
     return [] if every == some else [Lack("rope_scaling (mscale)", shown(every), shown(some))]
 
 
-def warn_of_routing(spelling: str, model: Model, file: str) -> list[Finding]:
-    """Warn of weights of experts that the run's own code must leave as they are: no tensor shows it.
+def _list_lacks_of_scale(rope: Rope) -> list[Lack]:
+    """List what YaRN of heads has: torchtitan scales attention by the square of 0.1*ln(factor)+1.
+
+    transformers scales queries and keys by that number each, unless the config states another one.
+    """
+    scaling = {key: value for key, value in rope.scaling.items() if value is not None}
+    factor = scaling.get("factor")
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool):
+        return [Lack("rope_scaling (factor)", "a number", shown(factor))]
+    full = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    stated, some, every = (scaling.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if stated is not None:
+        fits = isinstance(stated, (int, float)) and math.isclose(stated, full)
+        return [] if fits else [Lack("rope_scaling (attention_factor)", f"{full:g}", shown(stated))]
+    if not some or not every:
+        return []
+    return [Lack("rope_scaling (mscale)", "none", shown(some))]
+
+
+def warn_of_settings(spelling: str, model: Model, file: str) -> list[Finding]:
+    """Warn of settings that torchtitan's own models have otherwise, and that no tensor shows.
 
     Args:
         spelling: the trainer, as in the names of its tables.
         model: what is to be computed.
         file: the config.json beside the result.
     """
+    if spelling != "torchtitan":
+        return []
+    return [*_warn_of_routing(model, file), *_warn_of_window(model, file)]
+
+
+def _warn_of_window(model: Model, file: str) -> list[Finding]:
+    if model.window in (None, _TITAN_WINDOW):
+        return []
+    return [
+        Finding.of(
+            codes.NOT_PROVABLE,
+            "torchtitan states no window in a checkpoint, and its own models of this class have one of "
+            f"{_TITAN_WINDOW}",
+            severity="warning",
+            file=file,
+            expected=f"sliding_window_size={model.window} in the code of the run",
+            got=f"{model.word('window', 'sliding_window')} is {model.window}",
+            help="copy torchtitan's config of the model, and set sliding_window_size in it",
+        )
+    ]
+
+
+def _warn_of_routing(model: Model, file: str) -> list[Finding]:
     experts = model.experts
-    if spelling != "torchtitan" or experts is None or experts.normalised:
+    if experts is None or experts.normalised:
         return []
     return [
         Finding.of(

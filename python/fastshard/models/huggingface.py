@@ -18,7 +18,18 @@ from ..layouts.model_classes import KEYS, PLACES, ModelClass
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
 from .config_json import find_text_config
-from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, take_delta_net
+from .model import (
+    Attention,
+    Block,
+    Experts,
+    Lack,
+    Model,
+    Rope,
+    change_layers,
+    drop_experts,
+    take_delta_net,
+    take_window,
+)
 from .unsupported import Says
 
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
@@ -26,6 +37,8 @@ _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_py
 _ACTIVATIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "mish", "sigmoid", "linear", "tanh"})
 #: Keys for the share of a head that is rotated.
 _SHARES = ("partial_rotary_factor", "rotary_pct")
+#: The tables of a rotary embedding, of transformers 4 and 5.
+_ROPES = frozenset({"rope_scaling", "rope_parameters"})
 #: What messages call the fields.
 _WORDS = {
     "activation": "hidden_act",
@@ -46,11 +59,14 @@ def _says(of: ModelClass) -> Says:
         norm=of.norm,
         norm_bias=of.norm_bias,
         gated=of.gated,
-        activations=_ACTIVATIONS,
+        activations=_ACTIVATIONS if of.activation is None else (of.activation,),
         parallel=(False, True) if of.having("use_parallel_residual") else (False,),
         shares=None if of.having(*_SHARES) else (1.0,),
         scalings=of.scalings,
-        window=of.window in ("all", "named"),
+        window=of.window in ("all", "named", "set"),
+        windowed_layers="any" if of.window == "set" else "all",
+        sinks=(of.sinks,),
+        router_bias=(of.router_bias,),
         biases=[_places(biases) for biases in of.biases],
         qk_norm=(False, True) if of.having("use_qk_norm") else (of.qk_norm,),
         grouped=(False, True) if of.grouped else (False,),
@@ -159,7 +175,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     Unstated settings are None.
     """
     scaled = model.rope.kind != "default"
-    base, windowed = _whole(model.rope.base), True if model.attention.window is not None else None
+    base, windowed = _whole(model.rope.base), True if model.window is not None else None
     values: dict[str, Any] = _sizes(axes, model.further_layers) | {
         "hidden_act": model.activation,
         "tie_word_embeddings": model.tied,
@@ -200,12 +216,21 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     return values | {
         "use_qk_norm": model.attention.qk_norm,
         "index_topk": model.attention.indexed,
-        "sliding_window": model.attention.window,
+        "sliding_window": model.window,
         # A window is in the layers from some number on, and only where the config says so.
         "use_sliding_window": windowed,
         "max_window_layers": windowed and 0,
-        "layer_types": windowed and ["sliding_attention"] * axes["L"],
+        "layer_types": windowed and _list_windows(model, axes["L"]),
     }
+
+
+def _list_windows(model: Model, count: int) -> list[str]:
+    """Return the attention of each layer of a model with windows, in transformers' words."""
+    layers = model.windowed_layers
+    return [
+        "sliding_attention" if layers is None or layer in layers else "full_attention"
+        for layer in range(count)
+    ]
 
 
 def _list_layer_types(model: Model, count: int) -> list[str]:
@@ -239,6 +264,9 @@ def write(
     if "delta" in of.attentions:
         # Without it the class takes every fourth layer for one with heads.
         values["layer_types"] = _list_layer_types(model, values["num_hidden_layers"])
+    if _ROPES & of.defaults.keys() and values["rope_scaling"] is None:
+        # Without it the class scales them.
+        values["rope_scaling"] = {"rope_type": "default"}
     declared = {
         key: value
         for key, value in values.items()
@@ -295,7 +323,7 @@ class HuggingFace:
         )
         near = [one for one in classes.values() if one.family == evidence.family] or list(classes.values())
         of = next((one for one in near if one.model_type == kind), near[0])
-        settings = {**of.defaults, **values}
+        settings = add_defaults(values, of)
         settings |= {field: settings[key] for key, field in of.own_keys.items() if key in settings}
         window, some = find_windows(settings, of)
         rope, several = rope_of(settings)
@@ -303,7 +331,7 @@ class HuggingFace:
             # transformers looks at it in the classes alone that have such a key.
             several.append(Lack(_SHARES[0], "1: the class rotates whole heads", f"{rope.share:g}"))
             rope = replace(rope, share=1.0)
-        activation = str(settings.get("hidden_act", "silu"))
+        activation = of.activation or str(settings.get("hidden_act", "silu"))
         eps = "layer_norm_eps" if of.having("layer_norm_eps") else "rms_norm_eps"
         return Model(
             framework=self.name,
@@ -327,6 +355,17 @@ class HuggingFace:
         )
 
 
+def add_defaults(config: Mapping[str, Any], of: ModelClass) -> dict[str, Any]:
+    """Return a config with the class's defaults for what it leaves out.
+
+    A table of the rotary embedding is one setting under two keys, and null is as good as none.
+    """
+    ropes = _ROPES & of.defaults.keys()
+    stated = any(config.get(key) is not None for key in _ROPES)
+    defaults = {key: value for key, value in of.defaults.items() if not (stated and key in _ROPES)}
+    return defaults | {key: value for key, value in config.items() if key not in ropes or value is not None}
+
+
 def _layers_of(name: str, evidence: Evidence) -> Sequence[int]:
     """Return the layers of a set of the table; none if the table has no such set."""
     return evidence.sets[name][1] if name in evidence.sets else ()
@@ -348,11 +387,12 @@ def _blocks(
     facts = evidence.facts
     attention = Attention(
         next(kind for kind in of.attentions if kind != "delta"),
-        window=window,
+        window=None if of.window == "set" else window,
         qk_norm=facts.get("qk_norm", of.qk_norm),
         grouped=evidence.axes.get("r", 1) > 1,
         latent_queries=of.latent and facts.get("q_lora", False),
         output_gate=of.output_gate,
+        sinks=of.sinks,
         indexed=whole_number(config, "index_topk", 1) if of.indexed else None,
     )
     block = Block(attention, _experts(config, of, evidence), _biases(facts, of))
@@ -360,6 +400,8 @@ def _blocks(
     layers = evidence.axes.get("L", 0) - len(_layers_of("mtp", evidence)) + _count_further_layers(evidence)
     dense = _layers_of("dense", evidence) if block.experts else ()
     blocks = change_layers([block], dense, layers, drop_experts)
+    windowed = _layers_of("windowed", evidence) if of.window == "set" else ()
+    blocks = change_layers(blocks, windowed, layers, take_window(window))
     delta = _layers_of("delta", evidence) if "delta" in of.attentions else ()
     return change_layers(blocks, delta, layers, take_delta_net)
 
@@ -391,6 +433,7 @@ def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> E
         normalised,
         scores=of.scores,
         correction=of.scores == "sigmoid",
+        router_bias=of.router_bias,
         groups=groups,
         best_groups=best_groups,
         scale=positive_number(config, "routed_scaling_factor", 1.0)
@@ -416,7 +459,7 @@ def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None,
     """Return the positions that every layer sees, and the unsupported window if only some layers have one."""
     if of.window is None:
         return None, []
-    if of.window != "all":
+    if of.window not in ("all", "set"):
         types, used = config.get("layer_types"), config.get("use_sliding_window")
         seen = [one == "sliding_attention" for one in types] if isinstance(types, list) else []
         # Without types it is in the layers from one on.

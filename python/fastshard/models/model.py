@@ -54,6 +54,8 @@ class Experts:
     scores: str = "softmax"
     #: Each expert has a bias that is added to its score for the choice alone.
     correction: bool = False
+    #: The scores themselves have a bias.
+    router_bias: bool = False
     #: Groups of experts, and the number of groups among whose experts the best are chosen.
     groups: int = 1
     best_groups: int = 1
@@ -80,6 +82,8 @@ class Attention:
     latent_queries: bool = False
     #: A gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
+    #: The softmax of each head counts a number of its own as one more score.
+    sinks: bool = False
     #: The number of tokens that an indexer chooses for each; None without an indexer.
     indexed: int | None = None
 
@@ -125,6 +129,11 @@ def change_layers(
 def drop_experts(block: Block) -> Block:
     """Return the block with an MLP in place of the experts."""
     return replace(block, experts=None)
+
+
+def take_window(window: int | None) -> Callable[[Block], Block]:
+    """Return the change that gives a block a window."""
+    return lambda block: replace(block, attention=replace(block.attention, window=window))
 
 
 def take_delta_net(block: Block) -> Block:
@@ -184,6 +193,21 @@ class Model:
         """The first kind of layers, but for gated delta nets."""
         others = (block for block in self.blocks if block.attention.kind != "delta")
         return next(others, self.blocks[0])
+
+    @property
+    def window(self) -> int | None:
+        """The window of the first kind of layers that have one; None if no layer has."""
+        windows = (block.attention.window for block in self.blocks if block.layers != ())
+        return next((window for window in windows if window is not None), None)
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...] | None:
+        """The layers with a window, ascending, where others have none; None where all layers are alike."""
+        blocks = [block for block in self.blocks if block.layers != ()]
+        if len({block.attention.window for block in blocks}) == 1:
+            return None
+        windowed = (block.layers or () for block in blocks if block.attention.window is not None)
+        return tuple(sorted(layer for layers in windowed for layer in layers))
 
     @property
     def attention(self) -> Attention:

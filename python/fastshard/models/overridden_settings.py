@@ -12,7 +12,7 @@ from ..common.errors import FastshardError, Finding
 from ..layouts import tables
 from .config_fields import count
 from .config_json import TEXT_PARTS
-from .huggingface import find_windows, rope_of
+from .huggingface import add_defaults, find_windows, rope_of
 
 #: Settings by one name each, and what config.json calls them; the first is its own name for most classes.
 _NAMES = {
@@ -70,8 +70,10 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             found.pop("rope.partial_rotary_factor", None)
     of = tables.classes().get(str(config.get("model_type")))
     if of is not None and any(key in config for key in ("sliding_window", "layer_types")):
-        window, some = find_windows({**of.defaults, **config}, of)
+        window, some = find_windows(add_defaults(config, of), of)
         found["sliding_window"] = [lack.got for lack in some] or window
+        if of.window == "set" and config.get("layer_types") is not None:
+            found["layer_types"] = config["layer_types"]
     elif of is None and config.get("sliding_window") is not None:
         found["sliding_window"] = config["sliding_window"]
     return found

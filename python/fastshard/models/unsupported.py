@@ -53,6 +53,8 @@ class Says:
     whole_base: bool = False
     #: Attention may be confined to a window.
     window: bool = False
+    #: The layers that have it: ``all``, those of ``even`` numbers and no others, or ``any``.
+    windowed_layers: str = "all"
     biases: Collection[tuple[bool, bool, bool, bool]] = (_NONE,)
     qk_norm: Collection[bool] = (False,)
     grouped: Collection[bool] = (False, True)
@@ -62,6 +64,8 @@ class Says:
     attentions: Collection[str] = ("heads",)
     #: The heads may have a gate, or must have one.
     output_gate: Collection[bool] = (False,)
+    #: The softmax of the heads may have sinks, or must have them.
+    sinks: Collection[bool] = (False,)
     #: An indexer may choose the tokens that attention sees, or must do so.
     indexed: Collection[bool] = (False,)
     #: True for mixtures of experts; and whether the weights of the best may be left as they are.
@@ -70,6 +74,8 @@ class Says:
     #: How experts may be scored, and whether each has a bias for the choice.
     scores: Collection[str] = ("softmax",)
     corrected: bool = False
+    #: The scores may have a bias, or must have one.
+    router_bias: Collection[bool] = (False,)
     #: Experts may be chosen among those of the best groups; their weights may be scaled; further experts may
     #: see every token.
     grouped_experts: bool = False
@@ -88,6 +94,7 @@ class Says:
             *model.others,
             *self._shared(model),
             *self._positions(model),
+            *self._windows(model),
             *self._blocks(model),
             *self._mixture(model),
         ]
@@ -140,6 +147,20 @@ class Says:
         if self.whole_base and rope.base is not None and not float(rope.base).is_integer():
             yield Lack(model.word("rope.base", "base of rotary embeddings"), "an integer", f"{rope.base!r}")
 
+    def _windows(self, model: Model) -> Iterator[Lack]:
+        """List what this kind lacks of layers of which some have a window."""
+        layers, window = model.windowed_layers, model.window
+        if self.windowed_layers == "all" and self.window and layers is not None:
+            word = model.word("window", "sliding window")
+            yield Lack(f"{word} in some layers", "in all layers or in none", str(window))
+        count = sum(len(block.layers or ()) for block in model.blocks)
+        # A single layer is the first.
+        windowed = layers if layers is not None or count > 1 or window is None else (0,)
+        if self.windowed_layers == "even" and windowed != tuple(range(0, count, 2)):
+            word = "set of layers with a sliding window"
+            got = "all" if layers is None and window is not None else runs_of(runs(layers or ())) or "none"
+            yield Lack(word, "every second layer, from the first on", got)
+
     def _block(self, model: Model, block: Block) -> Iterator[Lack]:
         """List what a kind of layers has and this kind of models lacks."""
         attention, experts = block.attention, block.experts
@@ -152,6 +173,9 @@ class Says:
         if has_heads and attention.output_gate not in self.output_gate:
             word = model.word("output_gate", "gate of attention's output")
             yield Lack(word, _either(self.output_gate), _flag(attention.output_gate))
+        if has_heads and attention.sinks not in self.sinks:
+            word = model.word("sinks", "sinks of attention")
+            yield Lack(word, _either(self.sinks), _flag(attention.sinks))
         is_indexed = attention.indexed is not None
         if is_indexed not in self.indexed:
             word = model.word("indexed", "indexer of attention")
@@ -177,6 +201,9 @@ class Says:
         if experts.scores not in self.scores:
             word = model.word("experts.scores", "scores of experts")
             yield Lack(word, " | ".join(self.scores), experts.scores)
+        if experts.router_bias not in self.router_bias:
+            word = model.word("experts.router_bias", "bias of the router")
+            yield Lack(word, _either(self.router_bias), _flag(experts.router_bias))
         for has, may_have, field, expected, got in (
             (experts.correction, self.corrected, "correction", "no bias for the choice of experts", "a bias"),
             (experts.groups > 1, self.grouped_experts, "groups", "one group of experts", "several"),

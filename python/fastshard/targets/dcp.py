@@ -224,7 +224,7 @@ class DcpTarget(Target):
             records.value("__0_0.distcp", key, value)
         findings = whole.findings
         if self.spelling is not None and self.model is not None:
-            findings = [*findings, *dcp_trainers.warn_of_routing(self.spelling, self.model, "config.json")]
+            findings = [*findings, *dcp_trainers.warn_of_settings(self.spelling, self.model, "config.json")]
         return replace(
             whole, findings=findings, files=records.files(), pointers=(METADATA,), constants=constants
         )
