@@ -21,6 +21,8 @@ MOMENTS = {"mu": -1.0, "nu": -2.0}
 _LAYERS = "layers_{L}"
 #: A layer's place among those of a set, which has numbers and a stack of its own.
 _OF_SET = compile_when_used(r"_\{L of (\w+)\}")
+#: A layer's place in a cycle of unlike layers: each of the cycle is a stack. Its set is called `cycle_N`.
+_OF_CYCLE = compile_when_used(r"layers_\{L in (cycle_(\d+))\}")
 #: Why the optimizer's state is not in a result.
 LEFT_OUT = "optimizer state: --optimizer takes it along, towards a layout that holds it"
 #: Why keys of random numbers are not in a result.
@@ -98,6 +100,9 @@ def scanned(rule: Rule, axis: int) -> Rule:
     at = place(len(rule.dimensions or ()), axis)
     if (of := _OF_SET.search(rule.name)) is not None:
         return rule.stacked(f"L in {of[1]}", at).renamed(rule.name.replace(of[0], ""))
+    if (of := _OF_CYCLE.search(rule.name)) is not None:
+        name = rule.name.replace(of[0], f"layers.layers_{of[2]}")
+        return rule.stacked(f"L in {of[1]}", at).renamed(name)
     if _LAYERS not in rule.name:
         return rule
     return rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))

@@ -2,7 +2,7 @@
 
 source: MaxText configs/base.yml and configs/models, configs/types.py,
     layers/{attentions,embeddings,decoders,moe}.py,
-models/{llama2,mistral,mixtral,qwen3,deepseek,gpt3}.py
+models/{llama2,mistral,mixtral,qwen3,deepseek,gpt_oss,gpt3}.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Evidence
-from . import huggingface, maxtext_latent, unsupported
+from . import huggingface, maxtext_latent, maxtext_windows, unsupported
 from .config_fields import flag, positive_number, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
 from .unsupported import Says
@@ -100,6 +100,21 @@ class DecoderBlock:
         return "latent" in self.says.attentions
 
     @property
+    def is_windowed(self) -> bool:
+        """True for a window in every second layer, whose attention has sinks."""
+        return self.says.windowed_layers == "even"
+
+    @property
+    def has_one_order(self) -> bool:
+        """True for a block whose rotary pairs have one order, whatever ``rope_type`` says."""
+        return self.is_latent or self.is_windowed
+
+    @property
+    def scales_queries(self) -> bool:
+        """True for a block whose weights of queries have the division by sqrt(head_dim) in them."""
+        return not (self.qk_norm or self.is_latent or self.is_windowed)
+
+    @property
     def qk_norm(self) -> bool:
         """True for a block with norms of queries and keys."""
         return True in self.says.qk_norm
@@ -125,6 +140,19 @@ _DEEPSEEK = replace(
     shared_experts=True,
     dense_layers="first",
 )
+_GPT_OSS = replace(
+    _MIXTURE,
+    kind="gpt-oss",
+    families=("gpt_oss",),
+    activations=("clamped_swiglu",),
+    scalings=("default", "yarn"),
+    fixed=(),
+    biases=((True, True, True, True),),
+    window=True,
+    windowed_layers="even",
+    sinks=(True,),
+    router_bias=(True,),
+)
 #: The blocks that have a table. Of a mixture the weights of the best experts always add up to 1: MaxText
 #: takes the softmax over the best alone, so norm_topk_prob changes nothing.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
@@ -146,6 +174,7 @@ BLOCKS = (
         {"deepseek_v3": "deepseek"},
         {"attention_type": "mla", "routed_score_func": "sigmoid", "routed_bias": True},
     ),
+    DecoderBlock("gpt_oss", _GPT_OSS, {"gpt_oss": "gpt_oss"}, maxtext_windows.SETTINGS),
 )
 
 
@@ -170,13 +199,15 @@ def block_of(model: Model) -> DecoderBlock:
         FastshardError: ``FS514``, one finding for each reason why none does.
     """
     positions = model.max_positions
-    if positions:
+    kinds = [block.says for block in BLOCKS]
+    if positions and unsupported.fitting(model, kinds)[1]:
         # All that the model may read is within the window.
         model = replace(model, blocks=tuple(_drop_window(block, positions) for block in model.blocks))
-    kinds = [block.says for block in BLOCKS]
     unsupported.refuse("MaxText", kinds, model)
     block = BLOCKS[kinds.index(unsupported.fitting(model, kinds)[0])]
     if block.is_latent and (lacking := maxtext_latent.list_lacks(model)):
+        raise unsupported.refused("MaxText", block.says, lacking)
+    if block.is_windowed and (lacking := maxtext_windows.list_lacks(model)):
         raise unsupported.refused("MaxText", block.says, lacking)
     return block
 
@@ -197,6 +228,11 @@ def is_mixture(family: str) -> bool:
 def is_latent(family: str) -> bool:
     """Return True if the tables of a family hold attention over a latent."""
     return any(block.family == family and block.is_latent for block in BLOCKS)
+
+
+def is_windowed(family: str) -> bool:
+    """Return True if the tables of a family hold layers of which every second one has a window."""
+    return any(block.family == family and block.is_windowed for block in BLOCKS)
 
 
 def names_family(config: Mapping[str, Any], family: str) -> bool:
@@ -237,8 +273,8 @@ def pairs_of(config: Mapping[str, Any], block: DecoderBlock) -> Pairs | None:
     Raises:
         FastshardError: ``FS211`` for invalid values, ``FS514`` for an embedding that is neither.
     """
-    if block.is_latent:
-        return Pairs(True, False)
+    if block.has_one_order:
+        return Pairs(block.is_latent, False)
     if not config:
         return None
     if not is_maxtext(config):
@@ -335,6 +371,11 @@ class MaxText:
             positions = maxtext_latent.read_max_positions(values)
             blocks = _list_blocks(experts, evidence)
             remarks += _list_warnings(found["eps"], values)
+        if block.is_windowed and values:
+            rope, some = maxtext_windows.read_rope(values, found["rope.base"])
+            others += some
+            positions = maxtext_latent.read_max_positions(values)
+            blocks = maxtext_windows.list_blocks(values, experts, evidence, grouped)
         if values.get("decoder_block") is None and len(block.names) > 1:
             remarks.append(_report_assumed(f"decoder_block: config.json says {block.says.kind}", "note"))
         lacking = ["max_position_embeddings"] if positions is None else []
@@ -349,6 +390,7 @@ class MaxText:
             framework=self.name,
             family=evidence.family,
             eps=found["eps"],
+            activation="clamped_swiglu" if block.is_windowed else "silu",
             rope=rope,
             blocks=blocks,
             tied=tied,
@@ -364,8 +406,10 @@ class MaxText:
     def _of_config(self, config: Mapping[str, Any], evidence: Evidence) -> Model:
         """Return the model of a ``config.json``, if the tensors are those of such a model."""
         facts = {"tied": evidence.facts.get("tied", False)}
-        facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "shared_expert"), False)
         block = find_block(evidence.family, evidence.facts.get("qk_norm", False), {})
+        qkv, out, mlp, _ = next(iter(block.says.biases))
+        facts |= {"attention_bias": qkv, "out_bias": out, "shared_expert": False}
+        facts |= {} if mlp else {"mlp_bias": False}
         facts["qk_norm"] = block.qk_norm
         declared = self.config_facts
         differing = sorted(
@@ -406,7 +450,7 @@ class MaxText:
         written = ["eps", "rope.base", "rope.share", "rope.scaling"]
         written += ["experts.best"] if model.experts is not None else []
         findings = model.list_assumptions(*written, file=file)
-        if (window := model.attention.window) is not None:
+        if (window := model.attention.window) is not None and not block.is_windowed:
             findings.append(
                 Finding.of(
                     codes.NOT_PROVABLE,
@@ -428,6 +472,8 @@ class MaxText:
         if block.is_latent:
             out |= maxtext_latent.write(model)
             findings += maxtext_latent.list_warnings(model.eps, "", file)
+        elif block.is_windowed:
+            out |= maxtext_windows.write(model)
         else:
             out |= order(interleaved, model.rope.kind == "llama3")
         if model.experts is not None:
@@ -490,12 +536,13 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
     activations = config.get("mlp_activations", ["silu", "linear"])
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
+    first = "sigmoid" if block.is_windowed else "silu"
     absent = [(key, config.get(key)) for key in _ABSENT]
     name, names = config.get("decoder_block"), list(block.names.values())
     norms = config.get("use_qk_norm")
     checks = [
         ("decoder_block", " | ".join(names), name, name is None or name in names),
-        ("mlp_activations", "['silu', 'linear']", activations, activations == ["silu", "linear"]),
+        ("mlp_activations", f"['{first}', 'linear']", activations, activations == [first, "linear"]),
         ("rope_min_timescale", "1", least, least == 1),
         ("rope_linear_scaling_factor", "1.0", linear, linear == 1),
         (
@@ -513,6 +560,7 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
         normalised = config.get("normalize_embedding_logits", True)
         checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
     lacking = maxtext_latent.list_lacks_of_yml(config) if block.is_latent else []
+    lacking += maxtext_windows.list_lacks_of_yml(config) if block.is_windowed else []
     return lacking + [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
 
 

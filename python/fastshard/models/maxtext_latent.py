@@ -58,20 +58,10 @@ def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list
     if kind is not None and not str(kind).lower().startswith("yarn"):
         # Its other embeddings rotate halves, and the scale of the softmax is YaRN's all the same.
         return Rope(base), [Lack("rope_type", "yarn", shown(kind))]
-    lacking = [key for key in ("rope_type", *_YARN_SIZES) if config.get(key) is None]
-    if lacking:
-        raise error_for([unstated(key, "") for key in lacking])
-    factor, positions, original = (whole_number(config, key, 1) for key in _YARN_SIZES)
-    if factor == 1:
+    scaling = read_yarn(config)
+    if not scaling:
         return Rope(base), []
-    scaling: dict[str, Any] = {
-        "factor": float(factor),
-        "original_max_position_embeddings": original,
-        "beta_fast": whole_number(config, "beta_fast", 32),
-        "beta_slow": whole_number(config, "beta_slow", 1),
-    }
-    if flag(config, "rope_truncate") is False:
-        scaling["truncate"] = False
+    positions, original = (whole_number(config, key, 1) for key in _YARN_SIZES[1:])
     # The softmax is scaled by the square of 0.1 * mscale * ln(factor) + 1, within longer windows alone.
     mscale = _number(config, "mscale", 1.0) if positions > original else 0.0
     is_rotation_scaled = flag(config, "rope_attention_scaling") is True
@@ -81,6 +71,30 @@ def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list
     elif not is_rotation_scaled:
         scaling["attention_factor"] = 1.0
     return Rope(base, 1.0, "yarn", scaling), []
+
+
+def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of YaRN by transformers' keys; none for a factor of 1, which scales nothing.
+
+    Raises:
+        FastshardError: ``FS209`` for settings that decide values and are not stated, ``FS211`` for
+            invalid ones.
+    """
+    lacking = [key for key in ("rope_type", *_YARN_SIZES) if config.get(key) is None]
+    if lacking:
+        raise error_for([unstated(key, "") for key in lacking])
+    factor, _, original = (whole_number(config, key, 1) for key in _YARN_SIZES)
+    if factor == 1:
+        return {}
+    scaling: dict[str, Any] = {
+        "factor": float(factor),
+        "original_max_position_embeddings": original,
+        "beta_fast": whole_number(config, "beta_fast", 32),
+        "beta_slow": whole_number(config, "beta_slow", 1),
+    }
+    if flag(config, "rope_truncate") is False:
+        scaling["truncate"] = False
+    return scaling
 
 
 def _equal(mscale: float) -> dict[str, float]:
@@ -139,7 +153,7 @@ def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
 
 def list_lacks(model: Model) -> list[Lack]:
     """List what a model has and MaxText's blocks lack, besides what its kind says."""
-    lacking = _write_yarn(model)[1]
+    lacking = write_yarn(model)[1]
     if not model.dense_layers or all(block.layers == () for block in model.blocks if block.experts):
         # Each kind of layers is a stack: MaxText has none of no layers.
         word = model.word("dense_layers", "set of layers without experts")
@@ -156,19 +170,21 @@ def write(model: Model) -> dict[str, Any]:
     # Of the best of all groups MaxText speaks by -1.
     groups = (experts.groups, experts.best_groups) if experts.groups > 1 else (-1, -1)
     return {
-        **_write_yarn(model)[0],
+        **write_yarn(model)[0],
         "routed_scaling_factor": experts.scale,
         "n_routing_groups": groups[0],
         "topk_routing_group": groups[1],
     }
 
 
-def _write_yarn(model: Model) -> tuple[dict[str, Any], list[Lack]]:
+def write_yarn(model: Model) -> tuple[dict[str, Any], list[Lack]]:
     """Return the keys of a yml for a rotary embedding, and what MaxText's YaRN lacks of it.
 
     Without scaling it is YaRN by 1: MaxText's other embeddings rotate halves, and its converter keeps the
-    order of pairs. source: MaxText layers/attentions.py (init_rotary_embedding)
+    order of pairs. Pairs are halves where heads have keys and values, and attention is not scaled there.
+    source: MaxText layers/attentions.py (init_rotary_embedding)
     """
+    is_latent = model.attention.kind == "latent"
     scaling = {key: value for key, value in model.rope.scaling.items() if value is not None}
     is_scaled, lacking = model.rope.kind == "yarn", []
     positions = model.max_positions or 4096
@@ -191,7 +207,7 @@ def _write_yarn(model: Model) -> tuple[dict[str, Any], list[Lack]]:
         key = "attention_factor" if scaling.get("attention_factor") is not None else "mscale"
         expected = "one by which rotations are scaled by 1 or by 0.1*ln(factor)+1"
         lacking.append(_lack(model, key, expected, scaling[key]))
-    if every and factor > 1 and positions <= original:
+    if is_latent and every and factor > 1 and positions <= original:
         word = model.word("max_positions", "max_position_embeddings")
         lacking.append(Lack(word, f"more than {original}, beyond which it scales attention", str(positions)))
     return {
@@ -201,8 +217,8 @@ def _write_yarn(model: Model) -> tuple[dict[str, Any], list[Lack]]:
         "original_max_position_embeddings": original,
         "beta_fast": int(fast),
         "beta_slow": int(slow),
-        "mscale": float(every or 0),
-        "rope_interleave": True,
+        **({"mscale": float(every or 0)} if is_latent else {}),
+        "rope_interleave": is_latent,
         "rope_truncate": scaling.get("truncate", True) is not False,
         "rope_attention_scaling": not math.isclose(rotation, 1),
     }, lacking

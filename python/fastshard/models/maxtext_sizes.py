@@ -10,7 +10,7 @@ from typing import Any
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding
-from . import config_json, maxtext_latent
+from . import config_json, maxtext_latent, maxtext_windows
 from .config_fields import integer, whole_number
 from .maxtext import is_latent, is_maxtext, is_mixture
 from .overridden_settings import find_overridden_settings, is_config_json, read_settings
@@ -171,7 +171,7 @@ _SETTINGS = (
     "num_experts_per_tok",
     "norm_topk_prob",
     "use_qk_norm",
-    *maxtext_latent.KEPT,
+    *dict.fromkeys((*maxtext_latent.KEPT, *maxtext_windows.KEPT)),
 )
 
 

@@ -23,13 +23,15 @@ from ..models import config_json, maxtext, maxtext_sizes
 from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
-FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3")
+FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss")
 #: Where a scan may have put the layers, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 #: A stack of layers: of all, or of one kind that has numbers of its own.
 _STACKED = re.compile(r"decoder\.(?:[a-z]+_)?layers\.")
 #: A tensor of one kind of layers: the kind, and the number where layers lie apart.
 _OF_KIND = re.compile(r"decoder\.([a-z]+)_layers(?:_(\d{1,9}))?\.")
+#: A tensor of a layer in a cycle of two: the place in the cycle of a stack, or the number of the layer.
+_OF_CYCLE = re.compile(r"decoder\.(layers\.)?layers_(\d{1,9})\.")
 #: Tensors named in findings at most.
 _NAMED = 20
 
@@ -95,6 +97,8 @@ def describe(
     table = tables.table(layout)
     if maxtext.is_latent(family):
         _declare_kinds(source, shapes, axis, config or {})
+    if maxtext.is_windowed(family):
+        _declare_cycle(source, shapes, axis)
     is_spelled = any(name != stored for name, stored in tree.stored.items())
     spell = tree.spell if is_spelled else None
     names = names_of(root, arrays)
@@ -269,7 +273,7 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
         return
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
     for name, shape in shapes.items():
-        match = re.search(r"\.self_attention\.(query|key)\.kernel$", name)
+        match = re.search(r"\.(?:self_attention|GptOssAttention)\.(query|key)\.kernel$", name)
         if match and len(shape) >= 3:
             heads = [n for d, n in enumerate(shape) if d != _layers_of(source, shape, name)][-2:-1]
             found[match[1]].update(heads)
@@ -310,6 +314,27 @@ def _declare_kinds(
     dense = min(dense, count)
     kinds = {"dense": range(dense), "moe": range(dense, count), "main": range(count), "mtp": range(0)}
     kinds["main_moe"] = kinds["moe"]
+    source.binding.sets = {kind: ("L", list(layers)) for kind, layers in kinds.items()}
+    source.binding.axes["L"] = count
+
+
+def _declare_cycle(source: Source, shapes: Mapping[str, tuple[int, ...]], axis: int | None) -> None:
+    """Declare the places of layers in a cycle of two: as many layers as the config states, else as are there.
+
+    source: MaxText models/gpt_oss.py (GptOssScannableBlock)
+    """
+    stacks: Counter[int] = Counter()
+    last: Counter[int] = Counter()
+    for name, shape in shapes.items():
+        match = _OF_CYCLE.match(name)
+        if match is None:
+            continue
+        if match[1] is None:
+            last[int(match[2]) + 1] += 1
+        elif axis is not None and shape:
+            stacks[2 * shape[place(len(shape) - 1, axis)]] += 1
+    count = source.binding.axes.get("L") or _count_layers(stacks or last, axis)
+    kinds = {f"cycle_{n}": range(n, count, 2) for n in range(2)}
     source.binding.sets = {kind: ("L", list(layers)) for kind, layers in kinds.items()}
     source.binding.axes["L"] = count
 

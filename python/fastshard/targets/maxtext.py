@@ -18,7 +18,7 @@ from ..layouts import jax_train_states, tables
 from ..layouts.declaration import Source
 from ..layouts.jax_train_states import Names, Rules
 from ..layouts.maxtext_names import FILE, default_names
-from ..models import maxtext, maxtext_latent
+from ..models import maxtext, maxtext_latent, maxtext_windows
 from ..models.model import Model
 from .base import Bound, Completed, padded_rows, positive
 from .form import Form
@@ -179,7 +179,7 @@ class MaxTextTarget:
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
         """Report queries that another layout scales, for which no exact inverse exists."""
-        if self.model is None or self.model.attention.qk_norm or self.model.attention.kind == "latent":
+        if self.model is None or not maxtext.block_of(self.model).scales_queries:
             return []
         return scaled_queries(axes)
 
@@ -262,10 +262,10 @@ def _refuse_order(block: maxtext.DecoderBlock, rope_type: str | None) -> None:
     Raises:
         FastshardError: ``FS515``.
     """
-    if rope_type is not None and block.is_latent:
+    if rope_type is not None and block.has_one_order:
         raise FastshardError.of(
             codes.USAGE,
-            f"--rope-type: {block.says.kind} of MaxText has the rotary embedding yarn alone",
+            f"--rope-type: {block.says.kind} of MaxText has one order of queries and keys alone",
             help="leave it out",
         )
 
@@ -289,6 +289,16 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     """
     source = target.source
     gpt3, latent = "fused_qkv" in target.facts, "a" in axes
+    family = target.layout.removeprefix("maxtext.")
+    if maxtext.is_windowed(family) and target.scan is not None and axes["L"] % 2:
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            "MaxText scans layers with and without a window two by two, and their number is odd",
+            expected="an even number of layers, or layers apart",
+            got=str(axes["L"]),
+            help="write the layers apart",
+            run=["--to maxtext:unscan"],
+        )
     # Attention over a latent has keys and values for each head.
     heads = axes["h"] if gpt3 else axes["a"] if latent else axes["g"] * axes["r"]
     out: dict[str, Any] = {
@@ -323,6 +333,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             "normalize_embedding_logits",
             "norm_topk_prob",
             *(maxtext_latent.KEPT if latent else ()),
+            *(maxtext_windows.KEPT if maxtext.is_windowed(family) else ()),
         )
         out |= {key: given[key] for key in kept if given.get(key) is not None}
     if gpt3:
@@ -346,7 +357,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             out |= {} if best is None else {"num_experts_per_tok": best}
             findings += [maxtext.best_is_open(FILE)] if best is None else []
         rope = maxtext.pairs_of(given, block)
-        if rope is not None and not block.is_latent:
+        if rope is not None and not block.has_one_order:
             out |= maxtext.order(target.facts["interleaved"], rope.scaled)
     else:
         told, findings = maxtext.DIALECT.write(target.model, target.facts["interleaved"], tied, FILE)
