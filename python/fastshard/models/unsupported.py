@@ -261,13 +261,20 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
             codes.UNSUPPORTED,
             f"no {format} layout for the family {model.family!r}",
             expected=" | ".join(dict.fromkeys(family for kind in kinds for family in kind.families)),
-            got=model.family,
+            got=_name_with_features(kinds, model),
             help=f"merge it, which writes the tensors under {model.framework}'s own names",
             run=["fastshard merge CKPT OUT"],
         )
     kind, lacking = fitting(model, near)
     if lacking:
         raise refused(format, kind, lacking)
+
+
+def _name_with_features(kinds: Iterable[Says], model: Model) -> str:
+    """Return a model's family, and in brackets what it has otherwise than all kinds of a format's models."""
+    lacks = [[lack.what for lack in kind.lacks(model)] for kind in kinds]
+    features = [what for what in dict.fromkeys(lacks[0]) if all(what in others for others in lacks)]
+    return f"{model.family} ({', '.join(features)})" if features else model.family
 
 
 def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None) -> FastshardError:
