@@ -293,20 +293,23 @@ def test_a_delta_net_whose_parts_were_concatenated_is_found_with_a_reference(
 # AI-Hypercomputer/maxtext#4071: a converter held all tensors of Kimi-K2 at once
 
 
+#: MiB that a conversion may hold.
+LIMIT = 160
+
+
 def test_a_mixture_goes_to_maxtext_in_less_memory_than_it_takes(tmp_path: Path) -> None:
-    """Far below the model's bytes, and no more for twice the layers."""
+    """Within a limit that is far below the model's bytes, and the same for twice the layers."""
     sizes = {
         "n_routed_experts": 64,
         "hidden_size": 256,
         "moe_intermediate_size": 256,
         "intermediate_size": 64,
     }
-    beyond = []
     for layers in (4, 8):
         folder = tmp_path / f"hf_{layers}"
         deepseek_maker.model(num_hidden_layers=layers, **sizes).save_pretrained(folder)
         size = (folder / "model.safetensors").stat().st_size
-        assert size > 35 * MIB * layers
+        assert size > 35 * MIB * layers and (layers == 4 or size > 2 * LIMIT * MIB)
         code, took, output = measured(
             "convert",
             str(folder),
@@ -314,10 +317,9 @@ def test_a_mixture_goes_to_maxtext_in_less_memory_than_it_takes(tmp_path: Path) 
             "--to",
             "maxtext",
             "--memory",
-            "400MiB",
+            f"{LIMIT}MiB",
             "--transformers",
             "off",
         )
         assert code == 0, output[-2000:]
-        beyond.append((took, size / MIB))
-    assert beyond[1][0] < beyond[1][1] / 2 and beyond[1][0] < beyond[0][0] + 32, beyond
+        assert took < LIMIT, (took, size / MIB)

@@ -394,7 +394,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     Raises:
         FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513`` for a
             FIFO, a device or a socket, and if none of the files can hold tensors, ``FS514`` for an address of
-            another machine, ``FS515`` for an empty path and for one that is named twice.
+            another machine, ``FS515`` for an empty path.
     """
     roots: list[Path] = []
     files: list[File] = []
@@ -409,16 +409,6 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     if address := next((os.fspath(path) for path in paths if find_scheme(path)), None):
         raise refuse_address(address)
     given = [Path(p) for p in paths]
-    if twice := next(
-        (path for at, path in enumerate(given) if path.resolve() in map(Path.resolve, given[:at])), None
-    ):
-        raise FastshardError.of(
-            codes.USAGE,
-            "this path is named twice",
-            file=str(twice),
-            expected="each part of the checkpoint once",
-            help="name each path once",
-        )
     files_named = 0
     for path in given:
         try:
