@@ -9,7 +9,7 @@ import pytest
 from helpers import HF, NEOX, cli
 
 
-def told(*words: object) -> tuple[str, str]:
+def read_usage_error(*words: object) -> tuple[str, str]:
     """The error and the help of a command line that cannot be parsed."""
     ran = cli(*words, json_output=False)
     assert ran.code == 2
@@ -33,7 +33,7 @@ def told(*words: object) -> tuple[str, str]:
     ],
 )
 def test_verbs_of_other_tools_lead_to_ours(word: str, verb: str) -> None:
-    error, help_ = told(word, "run", "--step", 3)
+    error, help_ = read_usage_error(word, "run", "--step", 3)
     assert error == f"fastshard: error: there is no command {word}; {verb} does that"
     assert help_ == f"fastshard {verb} run --step 3"
     ran = cli(word, "run")
@@ -46,19 +46,19 @@ def test_a_path_in_the_place_of_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    error, help_ = told(path, "--no-color")
+    error, help_ = read_usage_error(path, "--no-color")
     assert "comes first" in error and help_ == f"fastshard inspect {path} --no-color"
 
 
 @pytest.mark.parametrize("out", [["-o", "out"], ["--out", "out"], ["--output=out"]])
 @pytest.mark.parametrize("verb", [["merge"], ["convert", "--to", "hf"]])
 def test_the_destination_with_a_flag(verb: list[str], out: list[str]) -> None:
-    error, help_ = told(*verb, "node0", "node 1", *out)
+    error, help_ = read_usage_error(*verb, "node0", "node 1", *out)
     assert error == f"fastshard {verb[0]}: error: OUT is the last path, and takes no flag"
     assert help_ == f"fastshard {' '.join(verb)} node0 'node 1' --memory 2GiB out"
     # Without a value, or twice, nothing is proposed.
-    assert "lists all options" in told(*verb, "node0", "out", "-o")[1]
-    assert "lists all options" in told(*verb, "node0", *out, *out)[1]
+    assert "lists all options" in read_usage_error(*verb, "node0", "out", "-o")[1]
+    assert "lists all options" in read_usage_error(*verb, "node0", *out, *out)[1]
 
 
 def test_a_forgotten_destination_is_no_destination(tmp_path: Path) -> None:

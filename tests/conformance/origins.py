@@ -245,6 +245,18 @@ def of_paxml() -> Hashes:
     return weights | {"step": sha(np.array(4000, np.int32))}
 
 
+def of_maxtext_mixture(kind: str) -> Origin:
+    """A mixture of MaxText's, in stacks of layers."""
+    return Origin(
+        "MaxText",
+        maxtext_mixture(kind),
+        lambda: {name: sha(array) for name, array in maxtext_mixtures.held(kind, 1).items()},
+        lambda: {name: sha(array) for name, array in maxtext_mixtures.told(kind)[1].items()},
+        vocab=250,
+        stages=3,
+    )
+
+
 ORIGINS: dict[str, Origin] = {
     "hf_safetensors": Origin(
         "Hugging Face",
@@ -394,22 +406,8 @@ ORIGINS: dict[str, Origin] = {
         vocab=250,
         stages=3,
     ),
-    "maxtext_mixtral": Origin(
-        "MaxText",
-        maxtext_mixture("mixtral"),
-        lambda: {name: sha(array) for name, array in maxtext_mixtures.held("mixtral", 1).items()},
-        lambda: {name: sha(array) for name, array in maxtext_mixtures.told("mixtral")[1].items()},
-        vocab=250,
-        stages=3,
-    ),
-    "maxtext_qwen3_moe": Origin(
-        "MaxText",
-        maxtext_mixture("qwen3_moe"),
-        lambda: {name: sha(array) for name, array in maxtext_mixtures.held("qwen3_moe", 1).items()},
-        lambda: {name: sha(array) for name, array in maxtext_mixtures.told("qwen3_moe")[1].items()},
-        vocab=250,
-        stages=3,
-    ),
+    "maxtext_mixtral": of_maxtext_mixture("mixtral"),
+    "maxtext_qwen3_moe": of_maxtext_mixture("qwen3_moe"),
     "maxtext_deepseek": Origin(
         "MaxText",
         maxtext_latent,

@@ -396,8 +396,8 @@ def _compare_family(family: _Family, reader: _Reader, names: Sequence[str], repo
         for other in group[1:]
     ]
     by_design = _is_by_design(pairs, matrices)
-    told = _told_by_core(family, pairs)
-    kept = [pair for pair in pairs if pair not in told]
+    reported = _list_pairs_of_core(family, pairs)
+    kept = [pair for pair in pairs if pair not in reported]
     return _Compared(
         family,
         [] if by_design else kept,
@@ -475,7 +475,9 @@ def _is_by_design(pairs: Sequence[tuple[_Matrix, _Matrix]], matrices: Sequence[_
     return all(of[1] * 3 > of[0] and of[1] > 2 for of in touched)
 
 
-def _told_by_core(family: _Family, pairs: Sequence[tuple[_Matrix, _Matrix]]) -> list[tuple[_Matrix, _Matrix]]:
+def _list_pairs_of_core(
+    family: _Family, pairs: Sequence[tuple[_Matrix, _Matrix]]
+) -> list[tuple[_Matrix, _Matrix]]:
     """List the pairs that the core reports: names that differ in one number, and layers that are equal."""
     if family.is_apart:
         return [

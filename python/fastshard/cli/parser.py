@@ -29,11 +29,11 @@ _VERSION = ("-V", "--version")
 class UsageError(Exception):
     """Raised if the arguments cannot be parsed."""
 
-    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+    def __init__(self, parser: argparse.ArgumentParser, message: str, run: str | None = None) -> None:
         super().__init__(message)
         self.parser = parser
         #: The command that is probably meant.
-        self.run: str | None = None
+        self.run = run
 
     @property
     def lists(self) -> str:
@@ -116,33 +116,27 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
 
 def _explain_no_command(word: str, argv: Sequence[str], verbs: Verbs) -> UsageError:
     """Make the error for a first word that is no command, with the command that is probably meant."""
-    from ..common.near_words import meant, nearest
+    from ..common.near_words import nearest
 
-    parser = build(verbs, ())
     names = [verb for group in verbs.groups.values() for verb in group]
+    run = None
     if (verb := find_verb(word, names)) is not None:
-        error = UsageError(parser, f"there is no command {word}; {verb} does that")
-        error.run = with_verb(verb, argv, replaces=True)
+        message, run = f"there is no command {word}; {verb} does that", with_verb(verb, argv, replaces=True)
     elif is_path(word):
-        error = UsageError(
-            parser, f"{word} stands where a command belongs: it comes first, then paths and options"
-        )
-        error.run = with_verb("inspect", argv, replaces=False)
+        message = f"{word} stands where a command belongs: it comes first, then paths and options"
+        run = with_verb("inspect", argv, replaces=False)
     elif word in WHEN:
-        error = UsageError(
-            parser, f"there is no command {word}; the command comes first, then paths and options"
-        )
+        message = f"there is no command {word}; the command comes first, then paths and options"
+    elif (near := nearest(word, names)) is not None:
+        message = f"there is no command {word}; did you mean {near}?"
+        run = with_verb(near, argv, replaces=True)
     else:
-        error = UsageError(parser, f"there is no command {word}{meant(word, names)}")
-        if (near := nearest(word, names)) is not None:
-            error.run = with_verb(near, argv, replaces=True)
-    return error
+        message = f"there is no command {word}"
+    return UsageError(build(verbs, ()), message, run)
 
 
 def _explain_out(own: argparse.ArgumentParser, run: str) -> UsageError:
-    error = UsageError(own, "OUT is the last path, and takes no flag")
-    error.run = run
-    return error
+    return UsageError(own, "OUT is the last path, and takes no flag", run)
 
 
 def takes(verb: Verb, option: str, verbs: Verbs = VERBS) -> bool:
