@@ -130,7 +130,7 @@ def divided(folder: Path, parts: int, at_once: int) -> None:
     records = []
     common = ["--run", document["run"], "--threads", 1, "-q"]
     for first in range(0, parts, at_once):
-        commands = [["run-part", i, out, *common] for i in range(first, min(first + at_once, parts))]
+        commands = [["make-part", i, out, *common] for i in range(first, min(first + at_once, parts))]
         records += timed(commands)[1]
     walls = [r["wall"] for r in records]
     reads = sum(r["read"] for r in records)

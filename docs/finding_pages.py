@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 from fastshard.cli import main
-from fastshard.cli.code_pages import PAGES
 from fastshard.common.codes import CODES
+from fastshard.findings.code_pages import PAGES
 
 ROOT = Path(__file__).parent.parent
 _EXITS = {1: "1, a problem", 2: "2, could not run", 3: "3, incomplete"}

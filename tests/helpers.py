@@ -59,6 +59,11 @@ class Ran:
     def errors(self) -> list[dict[str, Any]]:
         return [f for f in self.findings if f["severity"] == "error"]
 
+    @property
+    def not_checked(self) -> str:
+        """What was not checked, in one text."""
+        return "; ".join(self.doc["not_checked"])
+
     def having(self, code: str, **parts: str) -> list[dict[str, Any]]:
         """Findings of a code whose fields contain the given texts; ``file`` is any of those that one is
         about."""
@@ -89,8 +94,7 @@ def cli(*argv: object, json_output: bool = True) -> Ran:
     if json_output:
         arguments.append("--json")
     if (
-        arguments[0]
-        in ("merge", "convert", "plan", "verify", "stats", "diff", "manifest", "masters", "master-weights")
+        arguments[0] in ("merge", "convert", "plan", "verify", "stats", "diff", "manifest", "master-weights")
         and "--memory" not in arguments
     ):
         # torch alone holds more here than the command line's default budget.

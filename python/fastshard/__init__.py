@@ -21,20 +21,22 @@ if TYPE_CHECKING:
     from .checkpoint.tensor import Tensor
     from .checkpoint.tensor_rows import TensorRow, ls
     from .common.errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
+    from .conversion.clean import Leftover, clean
     from .conversion.convert import convert, merge, plan
-    from .conversion.distributed.host_parts import piece
-    from .conversion.distributed.rendezvous import SeenRank, probe
-    from .conversion.distributed.split_runs import Run, begin, commit, run_part
-    from .conversion.gc import Leaving, gc
+    from .conversion.distributed.host_parts import copy_local
+    from .conversion.distributed.rendezvous import SeenRank, check_storage
+    from .conversion.distributed.split_runs import SplitRun, commit, make_part, split
     from .conversion.in_memory import View
     from .conversion.load_model import load_model
-    from .conversion.master_weights import MastersReport, masters, repair_masters
+    from .conversion.master_weights import MasterWeightsReport, master_weights, repair_master_weights
     from .conversion.open import open
     from .conversion.safe_open import safe_open
+    from .conversion.trace import trace
     from .conversion.writer import Writer
     from .evaluation.loss_figures import Loss
     from .expected.expected_list import ExpectedTensor, ExpectedTensors
     from .expected.from_transformers import expected_tensors
+    from .findings.explain import Explanation, explain
     from .reporting.report import report
     from .verification.attest import attest
     from .verification.diff import Difference, diff
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from .verification.inventory import manifest
     from .verification.layers import ComparedUnit, LayerComparison, layers
     from .verification.loss import loss
-    from .verification.run_steps import RunStep, RunSteps, judge_step, list_steps
+    from .verification.run_steps import RunStep, RunSteps, judge_step, steps
     from .verification.stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
     from .verification.tracker_repair import TrackerChange, fix_trackers
     from .verification.verdict import Verdict
@@ -58,23 +60,24 @@ __all__ = [
     "Difference",
     "ExpectedTensor",
     "ExpectedTensors",
+    "Explanation",
     "FastshardError",
     "FileSearch",
     "Finding",
     "IncompleteError",
     "Inspection",
     "LayerComparison",
-    "Leaving",
+    "Leftover",
     "Loss",
     "Manifest",
-    "MastersReport",
+    "MasterWeightsReport",
     "MissingFile",
     "Plan",
     "ProblemError",
-    "Run",
     "RunStep",
     "RunSteps",
     "SeenRank",
+    "SplitRun",
     "Tensor",
     "TensorRow",
     "TensorStats",
@@ -84,36 +87,38 @@ __all__ = [
     "Writer",
     "ZeroSlab",
     "attest",
-    "begin",
+    "check_storage",
+    "clean",
     "commit",
     "convert",
+    "copy_local",
     "diff",
     "expected_tensors",
+    "explain",
     "find",
     "fix_trackers",
-    "gc",
     "inspect",
     "integrations",
     "judge_step",
     "layers",
     "layouts",
-    "list_steps",
     "load_model",
     "loss",
     "ls",
+    "make_part",
     "manifest",
-    "masters",
+    "master_weights",
     "merge",
     "open",
-    "piece",
     "plan",
-    "probe",
     "ray",
-    "repair_masters",
+    "repair_master_weights",
     "report",
-    "run_part",
     "safe_open",
+    "split",
     "stats",
+    "steps",
+    "trace",
     "verify",
 ]
 
@@ -127,22 +132,23 @@ _HOMES = {
     "evaluation.loss_figures": ("Loss",),
     "expected.expected_list": ("ExpectedTensor", "ExpectedTensors"),
     "expected.from_transformers": ("expected_tensors",),
+    "findings.explain": ("Explanation", "explain"),
     "integrations": (),
     "layouts": (),
     "conversion.load_model": ("load_model",),
     "checkpoint.inspection": ("Inspection", "inspect"),
     "checkpoint.manifests": ("Manifest",),
-    "conversion.master_weights": ("MastersReport", "masters", "repair_masters"),
-    "conversion.distributed.host_parts": ("piece",),
-    "conversion.distributed.rendezvous": ("SeenRank", "probe"),
-    "conversion.distributed.split_runs": ("Run", "begin", "commit", "run_part"),
-    "conversion.gc": ("Leaving", "gc"),
+    "conversion.master_weights": ("MasterWeightsReport", "master_weights", "repair_master_weights"),
+    "conversion.distributed.host_parts": ("copy_local",),
+    "conversion.distributed.rendezvous": ("SeenRank", "check_storage"),
+    "conversion.distributed.split_runs": ("SplitRun", "commit", "make_part", "split"),
+    "conversion.clean": ("Leftover", "clean"),
     "conversion.open": ("open",),
     "checkpoint.plan": ("Plan",),
     "ray": (),
     "conversion.safe_open": ("safe_open",),
     "reporting.report": ("report",),
-    "verification.run_steps": ("RunStep", "RunSteps", "judge_step", "list_steps"),
+    "verification.run_steps": ("RunStep", "RunSteps", "judge_step", "steps"),
     "verification.stats": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
     "checkpoint.tensor": ("Tensor",),
     "checkpoint.tensor_rows": ("TensorRow", "ls"),
@@ -155,6 +161,7 @@ _HOMES = {
     "verification.tracker_repair": ("TrackerChange", "fix_trackers"),
     "verification.verdict": ("Verdict",),
     "verification.verify": ("verify",),
+    "conversion.trace": ("trace",),
     "conversion.writer": ("Writer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}

@@ -81,8 +81,8 @@ class Effect:
         in_layers: int,
         layers: Sequence[range],
         tensors: Sequence[str],
-        in_whole_layers: int,
-        whole_layers: Sequence[range],
+        in_missing_layers: int,
+        missing_layers: Sequence[range],
     ) -> Effect:
         """Says which tensors cannot be used; the arguments are the properties below."""
     @property
@@ -98,10 +98,10 @@ class Effect:
     def layers(self) -> tuple[range, ...]:
         """These layers."""
     @property
-    def in_whole_layers(self) -> int:
+    def in_missing_layers(self) -> int:
         """How many of them are in layers of which no tensor is left."""
     @property
-    def whole_layers(self) -> tuple[range, ...]:
+    def missing_layers(self) -> tuple[range, ...]:
         """These layers."""
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -400,8 +400,8 @@ CALLS = {
     "diff": lambda p, **o: fastshard.diff(p, p, **o),
     "stats": fastshard.stats,
     "manifest": lambda p, **o: fastshard.manifest(p, "nowhere/m.json", **o),
-    "masters": fastshard.masters,
-    "repair_masters": lambda p, **o: fastshard.repair_masters(p, "nowhere/out", **o),
+    "master_weights": fastshard.master_weights,
+    "repair_master_weights": lambda p, **o: fastshard.repair_master_weights(p, "nowhere/out", **o),
 }
 ODD = [
     *(("accept", value) for value in ([5], "copies", None, 5, {"copies": 1}, b"copies")),
@@ -450,7 +450,7 @@ def test_paths_that_are_none_are_refused_by_name(path: object) -> None:
         with pytest.raises(fastshard.CannotRunError) as caught:
             call(path)
         assert caught.value.code == "FS515" and repr(path) in str(caught.value.got)
-    for write in (fastshard.merge, fastshard.convert, fastshard.manifest, fastshard.repair_masters):
+    for write in (fastshard.merge, fastshard.convert, fastshard.manifest, fastshard.repair_master_weights):
         if path is None and write is fastshard.manifest:
             continue
         for call in (lambda: write(TP4, path), lambda: write(TP4, out=path)):  # noqa: B023
@@ -494,13 +494,13 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "option", "told"),
     [
-        ("repair_masters", "drop_optimiser", "did you mean drop_optimizer?"),
+        ("repair_master_weights", "drop_optimiser", "did you mean drop_optimizer?"),
         ("plan", "memory", r"plan\(\) does not take it"),
         ("plan", "memroy", None),
         ("manifest", "include", r"manifest\(\) does not take it"),
         ("merge", "to", r"merge\(\) does not take it"),
         ("open", "max_shard_size", r"open\(\) does not take it"),
-        ("masters", "overwrite", r"masters\(\) does not take it"),
+        ("master_weights", "overwrite", r"master_weights\(\) does not take it"),
         ("verify", "subsets", "did you mean subset?"),
         ("manifest", "exlude", "did you mean exclude?"),
     ],

@@ -41,13 +41,15 @@ def test_ls_filters_as_the_verb_does() -> None:
 
 
 def test_gc_returns_what_was_left(tmp_path: Path) -> None:
-    assert fastshard.gc(tmp_path / "out") == []
-    run = fastshard.begin(HF, tmp_path / "out", parts=2)
-    (left,) = fastshard.gc(tmp_path / "out")
+    assert fastshard.clean(tmp_path / "out") == []
+    run = fastshard.split(HF, tmp_path / "out", parts=2)
+    (left,) = fastshard.clean(tmp_path / "out")
     assert (left.run, left.fate) == (run.id, "resumable")
-    assert fastshard.run_part(tmp_path / "out", 0, run.id) and fastshard.run_part(tmp_path / "out", 1, run.id)
+    assert fastshard.make_part(tmp_path / "out", 0, run.id) and fastshard.make_part(
+        tmp_path / "out", 1, run.id
+    )
     assert len(fastshard.commit(tmp_path / "out", run.id)) == 39
-    assert [left.fate for left in fastshard.gc(tmp_path / "out")] == []
+    assert [left.fate for left in fastshard.clean(tmp_path / "out")] == []
 
 
 def test_a_result_is_held_against_the_names_of_its_own_manifest(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def shown(value: Any) -> Parsed:
     "make, says",
     [
         (lambda out: fastshard.open(NEOX), "2.attention.dense.weight"),
-        (lambda out: fastshard.open(NEOX, to="hf"), "verify() looks at it"),
+        (lambda out: fastshard.open(NEOX, to="hf"), "verify() checks it"),
         (lambda out: fastshard.plan(NEOX, "hf"), "gpt_neox.layers.0.attention.dense.weight"),
         (lambda out: fastshard.convert(TP4, out, memory=MEMORY), "fastshard.Manifest hf"),
         (lambda out: fastshard.stats(TP4, memory=MEMORY), "statistics of 21 tensors"),

@@ -45,11 +45,11 @@ def test_it_holds_what_a_conversion_writes(
         for name, tensor in view.torch().items():
             assert tensor.dtype == saved[name].dtype and torch.equal(tensor, saved[name]), name
         assert view.config == json.loads((tmp_path / "out/config.json").read_text())
-    before = view.not_proven
+    before = view.not_checked
     assert not view.verified and any("verify()" in line for line in before)
     view.verify()
-    assert view.verified and not any("verify()" in line for line in view.not_proven)
-    assert set(view.not_proven) <= set(before)
+    assert view.verified and not any("verify()" in line for line in view.not_checked)
+    assert set(view.not_checked) <= set(before)
 
 
 def test_a_checkpoint_that_is_open_will_do() -> None:
@@ -96,16 +96,16 @@ def test_what_only_all_of_it_shows_is_said_and_then_found(tmp_path: Path) -> Non
     """A flipped bit changes no header: what is read one by one is not held against checksums."""
     ckpt = copy(NEOX, tmp_path / "ckpt")
     file = ckpt / STEP / layer_file(3, 1)
-    place = fastshard.plan(ckpt, to="hf").why("gpt_neox.layers.1.mlp.dense_4h_to_h.weight")["parts"][1]
+    place = fastshard.plan(ckpt, to="hf").trace("gpt_neox.layers.1.mlp.dense_4h_to_h.weight")["parts"][1]
     at = place["sources"][0]["places"][0]["offset"]
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
     view = fastshard.open(ckpt, to="hf")
-    assert any("checksums" in line and "verify()" in line for line in view.not_proven)
+    assert any("checksums" in line and "verify()" in line for line in view.not_checked)
     with pytest.raises(fastshard.ProblemError, match="CRC32"):
         view.verify()
-    assert not view.verified and any("checksums" in line for line in view.not_proven)
+    assert not view.verified and any("checksums" in line for line in view.not_checked)
     with pytest.raises(fastshard.ProblemError, match="CRC32"):
         fastshard.load_model(ckpt)
 

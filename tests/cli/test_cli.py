@@ -12,9 +12,9 @@ from pathlib import Path
 import fastshard
 import jsonschema
 import pytest
-from fastshard.cli.code_pages import PAGES
 from fastshard.cli.verbs import VERBS
 from fastshard.common.codes import CODES
+from fastshard.findings.code_pages import PAGES
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
 from holding import HANG
 
@@ -97,7 +97,7 @@ def test_inspect_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("command", ["merge", "verify", "plan"])
-def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
+def test_what_was_not_checked_is_printed(command: str, tmp_path: Path) -> None:
     """Without a config or an index nothing states what must exist."""
     (tmp_path / "ckpt").mkdir()
     file = HF / "model-00001-of-00004.safetensors"
@@ -237,10 +237,10 @@ def test_a_quiet_diff_speaks_of_differences_only(tmp_path: Path) -> None:
         (("manifest", TP4, "--include", "x"), "manifest"),
         (("diff", TP4), "diff"),
         (("inspect", TP4, "--threads", "many"), "inspect"),
-        (("masters", TP4, "--resume"), "master-weights"),
+        (("master-weights", TP4, "--resume"), "master-weights"),
         (("mrege", TP4), None),
         ((), None),
-        (("masters", "--nothing"), "master-weights"),
+        (("master-weights", "--nothing"), "master-weights"),
     ],
 )
 def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: str | None) -> None:
@@ -258,7 +258,7 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
         ),
         (("verify", TP4, "--tokenizer", "x"), "it is of plan, merge, convert, layers, loss, split"),
         (
-            ("masters", TP4, "--max-shard-size", "1GB"),
+            ("master-weights", TP4, "--max-shard-size", "1GB"),
             "it is of trace, plan, merge, convert, zero-to-fp32, consolidate, split",
         ),
         (
@@ -267,7 +267,7 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
             "master-weights, verify, find, steps, diff, layers, loss, manifest, attest, split, make-part, "
             "commit, copy-local",
         ),
-        (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
+        (("master-weights", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),
     ],
 )
@@ -275,7 +275,7 @@ def test_flags_of_another_command_are_said_to_be(argv: tuple[object, ...], told:
     ran = cli(*argv, json_output=False)
     first, hint = ran.err.splitlines()
     assert ran.code == 2 and first.endswith(told), ran.err
-    assert hint == f"  help      fastshard {VERBS.named(str(argv[0]))} --help lists all options"
+    assert hint == f"  help      fastshard {argv[0]} --help lists all options"
     assert ran.err.count("did you mean") == told.count("did you mean")
 
 

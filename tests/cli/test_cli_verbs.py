@@ -65,7 +65,7 @@ def test_a_new_verb_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out, err) == (0, "4 files\n", "")
     document = as_json(capsys, "count", TP4)
     assert (document["command"], document["exit_code"], document["count"]) == ("count", 0, 4)
-    assert document["findings"] == [] and document["not_proven"] and "published" not in document
+    assert document["findings"] == [] and "not_checked" not in document and "written" not in document
 
 
 def test_a_new_verb_fails_as_all_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,10 +84,8 @@ def test_what_a_record_says_of_its_result(capsys: pytest.CaptureFixture[str]) ->
     assert run(capsys, *found, judges=lambda a: False)[0] == 0
     assert run(capsys, "count", TP4, "-q")[1].startswith("4 files")
     assert run(capsys, "count", TP4, "-q", silent=True)[1] == ""
-    assert run(capsys, "count", TP4, not_proven=None)[1] == "4 files\n"
-    assert "not_proven" not in as_json(capsys, "count", TP4, not_proven=None)
-    assert as_json(capsys, "count", TP4, not_proven=lambda findings: "much")["not_proven"] == "much"
-    assert as_json(capsys, "count", TP4, publishes=lambda a: "there")["published"] is True
+    assert as_json(capsys, "count", TP4, tells_unchecked=True)["not_checked"] == []
+    assert as_json(capsys, "count", TP4, publishes=lambda a: "there")["written"] is True
     assert run(capsys, *found, publishes=lambda a: "there")[2].endswith(
         "; the result at there is complete (exit 1)\n"
     )
@@ -97,14 +95,13 @@ def test_a_verb_may_take_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     none: dict[str, Any] = {
         "arguments": lambda parser: None,
         "run": lambda a: (Result("done"), []),
-        "not_proven": None,
     }
     assert run(capsys, "count", **none) == (0, "done\n", "")
 
 
 def test_a_verb_that_publishes_says_so_of_bad_usage_too() -> None:
     """By its name: the arguments are not there."""
-    published = {verb.name: cli(verb.name, "--no-such-flag").doc.get("published") for verb in VERBS}
+    published = {verb.name: cli(verb.name, "--no-such-flag").doc.get("written") for verb in VERBS}
     assert {name for name, said in published.items() if said is not None} == {
         "merge",
         "convert",
@@ -114,7 +111,7 @@ def test_a_verb_that_publishes_says_so_of_bad_usage_too() -> None:
         "copy-local",
     }
     assert not any(published.values())
-    assert "published" not in cli("master-weights", NEOX).doc
+    assert "written" not in cli("master-weights", NEOX).doc
 
 
 def test_the_formats_that_are_explained_are_those_that_are_read() -> None:

@@ -29,7 +29,7 @@ def test_zero_to_fp32_takes_that_tools_words(source: Path, tmp_path: Path) -> No
         "4KB",
     )
     ran = cli(*argv)
-    assert ran.code == 0 and ran.doc["published"] and not ran.having("FS403", message="pytorch_model.bin")
+    assert ran.code == 0 and ran.doc["written"] and not ran.having("FS403", message="pytorch_model.bin")
     assert_tensors(tmp_path / "out", wanted["tensors"])
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     ran = cli("zero-to-fp32", source, tmp_path / "trained", "--exclude_frozen_parameters")

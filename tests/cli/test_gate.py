@@ -23,7 +23,7 @@ TENSOR = "3.attention.dense.weight"
 LOOK: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "inspect": lambda ckpt: ("inspect", ckpt),
     "ls": lambda ckpt: ("ls", ckpt),
-    "why": lambda ckpt: ("why", ckpt, TENSOR),
+    "trace": lambda ckpt: ("trace", ckpt, TENSOR),
     "verify": lambda ckpt: ("verify", ckpt),
     "stats": lambda ckpt: ("stats", ckpt),
     "plan": lambda ckpt: ("plan", ckpt),
@@ -93,8 +93,8 @@ def test_a_good_checkpoint_is_a_success(verb: str) -> None:
 def test_what_cannot_be_run_is_not_looked_at_either(tmp_path: Path) -> None:
     assert cli("inspect", tmp_path / "nowhere", "--exit-zero").code == 2
     for words in (
-        ("plan", NEOX, "--parts", 1, "--out", tmp_path / "out"),
-        ("masters", ZERO, "--repair", tmp_path / "out"),
+        ("split", NEOX, tmp_path / "out", "--parts", 1),
+        ("master-weights", ZERO, "--repair", tmp_path / "out"),
     ):
         ran = cli(*words, "--exit-zero")
         assert ran.code == 2 and ran.having("FS515"), ran.findings
@@ -145,7 +145,7 @@ def test_a_warning_can_stop_what_writes(warns: str, option: tuple[str, str], tmp
     for command in (("merge", ckpt, out), ("convert", ckpt, out, "--to", "tp-safetensors", "--tp", "2")):
         assert cli(*command, "--json", *words, json_output=False).code == 1
         ran = cli(*command, *words)
-        assert (ran.code, ran.doc["published"], decided(ran, warns)) == (1, False, {("error", by)})
+        assert (ran.code, ran.doc["written"], decided(ran, warns)) == (1, False, {("error", by)})
         assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
     ran = cli("verify", ckpt, *words)
     assert (ran.code, decided(ran, warns)) == (1, {("error", by)})
@@ -157,7 +157,7 @@ def test_a_warning_can_stop_what_writes(warns: str, option: tuple[str, str], tmp
 def test_a_gate_holds_for_a_run_in_parts(tmp_path: Path) -> None:
     """Given once, when it is begun: who commits need not know of it."""
     ckpt, out = with_padding(tmp_path / "ckpt"), tmp_path / "out"
-    begun = cli("plan", ckpt, "--parts", 1, "--out", out, "--error", "FS307")
+    begun = cli("split", ckpt, out, "--parts", 1, "--error", "FS307")
     assert begun.code == 0
     run = begun.doc["run"]
     assert cli("make-part", 0, out, "--run", run).code == 0

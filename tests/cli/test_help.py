@@ -1,4 +1,4 @@
-"""Help: short and long pages, examples that run, former names of commands, verdicts and colour."""
+"""Help: short and long pages, examples that run, verdicts and colour."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, layer_file
 from holding import HANG
 
 NAMES = [verb.name for verb in VERBS]
-#: Former names, which scripts may still have.
-FORMER = {
-    "why": "trace",
-    "masters": "master-weights",
-    "probe": "check-storage",
-    "run-part": "make-part",
-    "piece": "copy-local",
-    "gc": "clean",
-}
 
 
 def shown(*words: str) -> str:
@@ -69,14 +60,6 @@ def test_the_overview_has_every_command_once() -> None:
     assert [line for line in page.splitlines() if len(line) > 80] == []
     done = subprocess.run([sys.executable, "-m", "fastshard"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", page)
-
-
-def test_former_names_are_understood_and_not_listed() -> None:
-    for former, name in FORMER.items():
-        assert former not in NAMES and VERBS.named(former) == name
-        assert shown(former, "-h") == shown(name, "-h")
-        assert not re.search(rf"^  {former} ", shown("--help"), re.M)
-    assert "--parts" not in shown("plan", "--help")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +105,7 @@ def test_every_example_runs(place: Path) -> None:
 
 def last(*words: object) -> str:
     ran = cli(*words, json_output=False)
-    return (ran.out if VERBS[VERBS.named(str(words[0]))].finds and ran.code != 2 else ran.err).splitlines()[
-        -1
-    ]
+    return (ran.out if VERBS[str(words[0])].finds and ran.code != 2 else ran.err).splitlines()[-1]
 
 
 @pytest.fixture
@@ -312,7 +293,7 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_help_is_a_word_too() -> None:
     assert shown("help") == shown("--help")
-    assert shown("help", "masters") == shown("master-weights", "--help")
+    assert shown("help", "master-weights") == shown("master-weights", "--help")
 
 
 def test_the_short_page_names_no_flag_twice() -> None:

@@ -26,7 +26,7 @@ COMMANDS = {
     "stats": ["stats", HF],
     "diff": ["diff", HF, HF],
     "manifest": ["manifest", HF, "-o", "OUT"],
-    "masters": ["masters", FIXTURES / "deepspeed/zero1_bf16_dp2"],
+    "masters": ["master-weights", FIXTURES / "deepspeed/zero1_bf16_dp2"],
     "explain": ["explain"],
     "help": ["--help"],
     "help_of_a_verb": ["convert", "--help"],
@@ -203,7 +203,7 @@ def test_signal_after_publication_says_so(number: signal.Signals, tmp_path: Path
     act = act.replace(repr(str(tmp_path / "out")), repr(str(tmp_path / "json")))
     done = harness(act, "merge", HF, tmp_path / "json", "--fsync", "none", "--json")
     document = json.loads(done.stdout)
-    assert (done.returncode, document["exit_code"], document["published"]) == (
+    assert (done.returncode, document["exit_code"], document["written"]) == (
         128 + number,
         128 + number,
         True,
@@ -255,7 +255,7 @@ def test_second_signal_while_the_first_is_told_of(method: str, tmp_path: Path) -
     assert done.returncode == 130 and "Traceback" not in done.stderr, done
     document = json.loads(done.stdout)
     assert document["exit_code"] == 130 and document["findings"][0]["code"] in ("FS510", "FS519")
-    assert document["published"] == (tmp_path / "out").exists()
+    assert document["written"] == (tmp_path / "out").exists()
 
 
 #: Runs the command line with a signal at its N-th call of a function since it took signals over, or for -N
@@ -492,7 +492,7 @@ def test_error_after_publication_does_not_say_that_nothing_was(
     ran = cli("merge", HF, tmp_path / "out", json_output=False)
     assert ran.code == 2 and "COULD NOT RUN, cannot sync; the result at there is complete" in ran.err
     assert "this run wrote nothing to OUT" not in ran.err
-    assert cli("merge", HF, tmp_path / "out").doc["published"] is True
+    assert cli("merge", HF, tmp_path / "out").doc["written"] is True
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_trained_model_has_its_loss_and_nothing_to_report() -> None:
     assert measured.untrained == pytest.approx(math.log(VOCABULARY))
     assert measured.perplexity == pytest.approx(math.exp(measured.loss))
     assert 0 < measured.standard_error < 0.5
-    assert measured.not_proven
+    assert measured.not_checked
 
 
 def test_an_expected_loss_is_a_gate(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import zero_maker
 from fastshard import _core
-from fastshard.conversion.distributed.split_runs import begin, commit, run_part
+from fastshard.conversion.distributed.split_runs import commit, make_part, split
 from helpers import NEOX, Ran, assert_refused, cli, copy, edit_safetensors, read_result
 from safetensors.torch import load_file, save_file
 
@@ -742,7 +742,7 @@ def test_a_reference_is_not_written_over(command: tuple[str, ...], phi: Path, tm
         ran = cli(command[0], source, out, *command[1:], "--like", like, "--overwrite")
         assert ran.code == 2 and ran.errors[0]["code"] == "FS505", ran.out
         assert (like / "model.safetensors").exists()
-    ran = cli("plan", source, "--parts", 2, "--out", phi, "--like", phi)
+    ran = cli("split", source, phi, "--parts", 2, "--like", phi)
     assert ran.code == 2 and ran.errors[0]["code"] == "FS505", ran.out
 
 
@@ -752,11 +752,11 @@ def test_a_reference_is_not_written_over(command: tuple[str, ...], phi: Path, tm
 def test_like_goes_with_parts_and_expect(phi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = of_dcp(tmp_path / "ckpt", load_file(phi / "model.safetensors"))
     monkeypatch.chdir(tmp_path)
-    run = begin(source, tmp_path / "out", "hf", parts=2, like="good")
+    run = split(source, tmp_path / "out", "hf", parts=2, like="good")
     # Whoever makes a part may be elsewhere.
     monkeypatch.chdir("/")
     for part in range(2):
-        assert run_part(tmp_path / "out", part, run.id)
+        assert make_part(tmp_path / "out", part, run.id)
     commit(tmp_path / "out", run.id)
     check(tmp_path / "out", phi)
     manifest = tmp_path / "source.json"
@@ -765,7 +765,7 @@ def test_like_goes_with_parts_and_expect(phi: Path, tmp_path: Path, monkeypatch:
     assert ran.code == 0, ran.out
     bad = damaged(copy(phi, tmp_path / "bad"), lambda t: t.pop("lm_head.bias"))
     with pytest.raises(fastshard.FastshardError, match="FS102"):
-        begin(bad, tmp_path / "no", "hf", parts=2, like=phi)
+        split(bad, tmp_path / "no", "hf", parts=2, like=phi)
 
 
 def test_ranks_hold_their_source_against_it(phi: Path, tmp_path: Path) -> None:
@@ -796,7 +796,7 @@ def test_the_api_takes_it(phi: Path, tmp_path: Path) -> None:
     source = of_dcp(tmp_path / "ckpt", load_file(phi / "model.safetensors"))
     view = fastshard.open(source, to="hf", like=phi)
     assert view.config == json.loads((phi / "config.json").read_text())
-    assert not any("checked only in part" in line for line in view.not_proven)
+    assert not any("checked only in part" in line for line in view.not_checked)
 
 
 def test_inspect_says_that_it_is_whole(phi: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def reports(root: Path, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for command in (("inspect", root), ("merge", root, out)):
         ran = cli(*command)
-        kept = ("exit_code", "complete", "published", "not_proven", "findings")
-        assert ran.doc["exit_code"] == ran.code and out.exists() == bool(ran.doc.get("published"))
+        kept = ("exit_code", "complete", "written", "not_checked", "findings")
+        assert ran.doc["exit_code"] == ran.code and out.exists() == bool(ran.doc.get("written"))
         found[str(command[0])] = {key: ran.doc[key] for key in kept if key in ran.doc}
     document: dict[str, Any] = told(found, {root: "CKPT", out: "OUT"})
     return document

@@ -23,10 +23,10 @@ def test_a_run_in_parts_takes_any_path(name: str, where: str, tmp_path: Path) ->
     """What is printed to make the parts names the real one."""
     source = copy(TP4, tmp_path / (name if where == "source" else "in"))
     out = tmp_path / (name if where == "out" else "out")
-    begun = cli("plan", source, "--parts", 2, "--out", out, "--emit", "shell")
+    begun = cli("split", source, out, "--parts", 2, "--emit", "shell")
     assert begun.code == 0, begun.out
     collected = cli("clean", out)
-    assert collected.code == 0 and len(collected.doc["leavings"]) == 1, collected.out
+    assert collected.code == 0 and len(collected.doc["leftovers"]) == 1, collected.out
     script = begun.doc["emitted"]
     assert script.isascii() and script.replace("\n", "").isprintable()
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)

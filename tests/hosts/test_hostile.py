@@ -72,7 +72,7 @@ def alone(place: Path) -> dict[str, bytes]:
 
 def begun(place: Path) -> tuple[str, Path]:
     """A run of two parts: its id, and its folder."""
-    ran = cli("plan", NEOX, "--to", "hf", "--parts", 2, "--out", place / "out")
+    ran = cli("split", NEOX, place / "out", "--to", "hf", "--parts", 2)
     assert ran.code == 0, ran.out
     [folder] = hidden(place)
     return ran.doc["run"], place / folder
@@ -126,12 +126,12 @@ def test_somebody_elses_run_id_in_the_folder(place: Path) -> None:
     run, at = begun(place)
     document = json.loads((at / "run.json").read_text())
     (at / "run.json").write_text(json.dumps({**document, "nonce": "0" * 32}))
-    for verb in (["run-part", 0, place / "out"], ["commit", place / "out"]):
+    for verb in (["make-part", 0, place / "out"], ["commit", place / "out"]):
         ran = cli(*verb, "--run", run)
         assert ran.code == 2 and ran.errors[0]["code"] == "FS501" and run in ran.out, ran.out
     assert not (place / "out").exists()
     (at / "run.json").write_text("{}")
-    for verb in (["run-part", 0, place / "out"], ["commit", place / "out"]):
+    for verb in (["make-part", 0, place / "out"], ["commit", place / "out"]):
         ran = cli(*verb, "--run", run)
         assert ran.code == 2 and "run.json" in ran.out, ran.out
     assert not (place / "out").exists()

@@ -274,7 +274,7 @@ def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Pa
 @pytest.mark.slow
 def test_a_rank_given_twice_is_refused_while_the_first_lives(place: Path, clock: Clock) -> None:
     # Time goes by while the second one starts, however long that takes.
-    words = ["probe", place / "out", "--world", 2, "--timeout", 10**6, "--json"]
+    words = ["check-storage", place / "out", "--world", 2, "--timeout", 10**6, "--json"]
     first, second, zero = Host("node1"), Host("node2"), Host("node0")
     for host in (first, second, zero):
         host.clock = clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ class Core:
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Core]:
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     core = Core()
     monkeypatch.setattr(remote_ranges, "_core", core)
-    yield core
-    remote_ranges.forget(tmp_path.resolve())
+    # A process keeps the ranges that it read last: those of earlier tests are none of these stores'.
+    monkeypatch.setattr(remote_ranges, "_ranges", {})
+    monkeypatch.setattr(remote_ranges, "_idle", OrderedDict())
+    return core
 
 
 def database(folder: Path) -> remote_ranges.RemoteStore:

@@ -116,7 +116,7 @@ def unnamed(files: dict[str, bytes]) -> dict[str, bytes]:
         }
         for f in document["findings"]
     ]
-    document["not_proven"] = re.sub(r"[^ (]*/(?=[^/ ]+)", "", document["not_proven"])
+    document["not_checked"] = [re.sub(r"[^ (]*/(?=[^/ ]+)", "", line) for line in document["not_checked"]]
     return {**files, "fastshard.manifest.json": json.dumps(document).encode()}
 
 

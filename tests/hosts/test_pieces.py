@@ -142,10 +142,10 @@ def test_a_piece_is_of_one_step_and_of_a_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(NEOX, source)
     [step] = source.glob("global_step*")
     shutil.copytree(step, source / "global_step1")
-    made = fastshard.piece(source, tmp_path / "piece", step=step.name)
+    made = fastshard.copy_local(source, tmp_path / "piece", step=step.name)
     names = {file["name"] for file in made.document["files"]}
     assert "latest" in names and not any(name.startswith("global_step1/") for name in names)
-    assert made.document["kind"] == "piece" and "host's part" in made.document["not_proven"]
+    assert made.document["kind"] == "piece" and "host's part" in made.document["not_checked"][0]
     ran = cli("copy-local", source, tmp_path / "piece")
     assert ran.code == 2 and ran.having("FS504") + ran.having("FS503") + ran.errors
     assert cli("copy-local", source, tmp_path / "piece", "--overwrite", "--step", step.name).code == 0
@@ -162,7 +162,7 @@ def test_a_pieces_manifest_is_a_manifest(tmp_path: Path) -> None:
     schema = json.loads(
         (Path(fastshard.__file__).parent / "schemas/manifest.v1.schema.json").read_text(encoding="utf-8")
     )
-    fastshard.piece(NEOX, tmp_path / "piece")
+    fastshard.copy_local(NEOX, tmp_path / "piece")
     jsonschema.validate(json.loads((tmp_path / "piece" / MANIFEST).read_text()), schema)
 
 

@@ -185,7 +185,7 @@ def test_a_copy_needs_no_known_model(tmp_path: Path) -> None:
     torch.save({"net": {"a.w": torch.ones(2)}, "ema": {"a.w": torch.zeros(2)}}, tmp_path / "x.pt")
     assert cli("merge", tmp_path / "x.pt", tmp_path / "all").code == 0
     assert set(read_result(tmp_path / "all")) == {"net.a.w", "ema.a.w"}
-    assert cli("merge", tmp_path / "x.pt", tmp_path / "one", "--under", "ema.").code == 0
+    assert cli("merge", tmp_path / "x.pt", tmp_path / "one", "--prefix", "ema.").code == 0
     one = read_result(tmp_path / "one")
     assert set(one) == {"a.w"} and torch.equal(one["a.w"], torch.zeros(2))
 

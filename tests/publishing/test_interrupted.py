@@ -96,7 +96,7 @@ def test_signal_stops_soon_and_resume_completes(
     assert begun == [f"tile-{i}" for i in range(3 + threads)]
     assert process.returncode == 128 + number, stdout + stderr
     document = json.loads(stdout)
-    assert (document["exit_code"], document["published"]) == (128 + number, False)
+    assert (document["exit_code"], document["written"]) == (128 + number, False)
     assert [f["code"] for f in document["findings"]] == ["FS510"]
     (staging,) = place.glob(".out.fastshard-*")
     (finding,) = document["findings"]
@@ -135,7 +135,7 @@ def test_every_loop_stops_at_its_next_turn(
         for rank in range(1, TP):
             shutil.copy(ckpt / "tp_rank_00.safetensors", places["ALIKE"] / f"tp_rank_{rank:02d}.safetensors")
     if loop == "piece":
-        fastshard.piece(ckpt, places["PIECE"])
+        fastshard.copy_local(ckpt, places["PIECE"])
     with Steps(place) as steps:
         words = [places.get(word, word) for word in argv]
         process = spawn(*words, "--threads", 1, "--json", env=steps.environment)

@@ -162,7 +162,7 @@ def test_clean_says_which_result_a_killed_run_left(
     killed_at(place, out, "--overwrite")
     text = cli("clean", out, json_output=False).out
     assert words.format(out=out) in text and "run the same command with --resume" in text
-    [left] = cli("clean", out).doc["leavings"]
+    [left] = cli("clean", out).doc["leftovers"]
     [stored] = left["results"]
     assert (left["fate"], stored["version"], stored["complete"]) == ("complete", version, True)
     assert stored["command"] in text
@@ -176,7 +176,7 @@ def test_clean_says_which_result_a_killed_run_left(
         ran = cli("verify", folder)
         assert ran.code == 0, ran.out
     # What is left then is the clean-up of the run, or nothing that anybody can go on with.
-    [left] = cli("clean", out, "--abandon", left["run"]).doc["leavings"]
+    [left] = cli("clean", out, "--abandon", left["run"]).doc["leftovers"]
     assert (left["fate"], left["results"]) == ("removed", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", f"out-{version}"]
 
@@ -187,7 +187,7 @@ def test_a_killed_run_is_resumed_after_its_older_result_was_looked_at(place: str
     out = tmp_path / "out"
     make("hf", out)
     killed_at(place, out, "--overwrite")
-    assert [left["fate"] for left in cli("clean", out).doc["leavings"]] == ["complete"]
+    assert [left["fate"] for left in cli("clean", out).doc["leftovers"]] == ["complete"]
     assert cli("merge", TP4, out, "--overwrite", "--resume").code == 0
     assert len(read_result(out)) == 21
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
@@ -199,7 +199,7 @@ def test_a_new_result_that_was_never_published_is_got_back(tmp_path: Path) -> No
     killed_at("sealed", out)
     text = cli("clean", out, json_output=False).out
     assert f"it holds the newer result; nothing is at {out}" in text
-    [[stored]] = [left["results"] for left in cli("clean", out).doc["leavings"]]
+    [[stored]] = [left["results"] for left in cli("clean", out).doc["leftovers"]]
     assert stored["command"].endswith(f" {out}")
     assert subprocess.run(["sh", "-c", stored["command"]], check=False).returncode == 0
     assert cli("verify", out).code == 0
@@ -214,7 +214,7 @@ def test_a_part_of_an_older_result_is_not_called_the_result(tmp_path: Path) -> N
     [data] = tmp_path.glob(".out.fastshard-*/data")
     next(data.glob("*.safetensors")).unlink()
     assert "it holds a part of the older result" in cli("clean", out, json_output=False).out
-    [[stored]] = [left["results"] for left in cli("clean", out).doc["leavings"]]
+    [[stored]] = [left["results"] for left in cli("clean", out).doc["leftovers"]]
     assert (stored["version"], stored["complete"], stored["command"]) == ("older", False, None)
 
 

@@ -258,7 +258,7 @@ def test_a_hard_link_among_the_files_of_parts(size: str, place: Path) -> None:
     ckpt, out, mine = place / "ckpt", place / "out", place / "mine"
     ckpt.mkdir()
     save_file({"w": np.ones((64, 64), "f4")}, ckpt / "model.safetensors")
-    run = split_runs.begin(ckpt, out, None, parts=1)
+    run = split_runs.split(ckpt, out, None, parts=1)
     (staged,) = out.parent.glob(".out.fastshard-*/data*/model.safetensors")
     content = b"mine" if size == "other" else b"m" * staged.stat().st_size
     mine.write_bytes(content)
@@ -266,7 +266,7 @@ def test_a_hard_link_among_the_files_of_parts(size: str, place: Path) -> None:
     os.link(mine, staged)
     # Others may have it open: this process cannot make it anew.
     with pytest.raises(fastshard.FastshardError):
-        split_runs.run_part(out, 0, run.id)
+        split_runs.make_part(out, 0, run.id)
     assert mine.read_bytes() == content
     fastshard.merge(ckpt, out, resume=True)
     assert (mine.read_bytes(), mine.stat().st_nlink) == (content, 1)

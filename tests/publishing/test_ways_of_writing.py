@@ -72,9 +72,9 @@ def test_parts_are_written_each_way(source: Path, tmp_path: Path) -> None:
 
     fastshard.merge(source, tmp_path / "whole")
     for way in WAYS:
-        run = split_runs.begin(source, tmp_path / way, None, parts=3, io=way)
+        run = split_runs.split(source, tmp_path / way, None, parts=3, io=way)
         for part in range(3):
-            split_runs.run_part(run.out, part, run.id)
+            split_runs.make_part(run.out, part, run.id)
         split_runs.commit(run.out, run.id)
         assert read_files(tmp_path / way) == read_files(tmp_path / "whole")
 

@@ -344,7 +344,7 @@ def test_a_worker_dies_midway(cluster: Any, source: Path, alone: Path, out: Path
     document = json.loads(done.stdout)
     told = [finding["code"] for finding in document["findings"]]
     # A model without a config is known to be whole by nothing but its index.
-    assert (document["published"], document["exit_code"], told) == (True, 0, ["FS109"])
+    assert (document["written"], document["exit_code"], told) == (True, 0, ["FS109"])
     assert_equal(out, alone)
 
 

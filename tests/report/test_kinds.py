@@ -59,7 +59,7 @@ def report(grid: Grid, findings: list[Finding], **fields: Any) -> Report:
         version="1",
         facts=facts,
         findings=_groups(findings),
-        not_proven="logits",
+        not_checked="logits",
         read="all data",
         grid=grid,
         counts=counts,

@@ -87,11 +87,11 @@ def test_shifted_masters_stop_whoever_takes_them(tmp_path: Path) -> None:
     assert ran.code == 0, ran.out
     assert ran.having("FS212", message="fully_reshardable")
     same(tmp_path / "weights", wanted(PADDED, optimizer=False))
-    told = fastshard.masters(root)
+    told = fastshard.master_weights(root)
     assert len(told.differing) == 7
     assert "--no-load-optim" in told.advice
     with pytest.raises(fastshard.FastshardError, match="FS514"):
-        fastshard.repair_masters(root, tmp_path / "none")
+        fastshard.repair_master_weights(root, tmp_path / "none")
 
 
 def test_pickled_state_is_refused_by_name(tmp_path: Path) -> None:

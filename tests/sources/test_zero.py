@@ -99,7 +99,7 @@ def test_any_run_is_merged(run: Run) -> None:
         if run.stage == "plain":
             assert_tensors(merged(root, "--optimizer"), run.params() | run.moments())
             for command in (
-                ("masters", root),
+                ("master-weights", root),
                 ("merge", root, Path(folder) / "none", "--weights", "masters"),
             ):
                 ran = cli(*command)
@@ -406,7 +406,7 @@ def never_wrong(root: Path, run: Run, label: str) -> None:
             assert ran.code in (1, 2, 3), (label, ran.out, ran.err)
             assert not out.exists(), (label, options)
             assert ran.errors, (label, ran.out)
-    for command in (("masters", root), ("verify", root), ("inspect", root)):
+    for command in (("master-weights", root), ("verify", root), ("inspect", root)):
         assert cli(*command).code in (0, 1, 2, 3), (label, command)
 
 

@@ -84,7 +84,7 @@ def test_a_step_that_is_damaged_or_no_checkpoint_says_so(tmp_path: Path) -> None
     shutil.rmtree(run / "checkpoint-3")
     (run / "checkpoint-3").mkdir()
     (run / "checkpoint-3/trainer_state.json").write_text("{}")
-    steps = fastshard.list_steps(run)
+    steps = fastshard.steps(run)
     assert [step.verdict for step in steps.steps] == ["complete", "broken", "unreadable"]
     assert cli("steps", run).code == 2
     shutil.rmtree(run / "checkpoint-3")
@@ -110,7 +110,7 @@ def test_links_to_steps_are_not_listed_twice(tmp_path: Path) -> None:
     run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
     (run / "best-checkpoint-1").symlink_to("checkpoint-1")
     (run / "latest").symlink_to("checkpoint-2")
-    steps = fastshard.list_steps(run)
+    steps = fastshard.steps(run)
     assert [step.name for step in steps.steps] == ["checkpoint-1", "checkpoint-2"] and steps.trackers == {}
 
 
@@ -195,13 +195,13 @@ def test_a_tracker_that_cannot_be_written_stays(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(safe_files.Path, "replace", fail)
     with pytest.raises(fastshard.FastshardError, match="cannot write"):
-        fastshard.fix_trackers(fastshard.list_steps(run))
+        fastshard.fix_trackers(fastshard.steps(run))
     assert (run / "latest").read_text() == "global_step12"
     assert list_names(run) == ["global_step4", "global_step8", "latest"]
 
 
 def test_the_document_is_plain_data(tmp_path: Path) -> None:
-    document = fastshard.list_steps(huggingface(tmp_path)).to_dict()
+    document = fastshard.steps(huggingface(tmp_path)).to_dict()
     assert json.loads(json.dumps(document)) == document
     assert document["steps"][0]["saved"].endswith("Z")
 
@@ -277,7 +277,7 @@ def test_nothing_is_kept_of_a_step_with_errors_or_one_that_changes_meanwhile(
 
     monkeypatch.setattr(verified_steps, "manifest", manifest)
     state = tmp_path / "state"
-    fastshard.list_steps(run, verify=True, state=state, memory="2GiB")
+    fastshard.steps(run, verify=True, state=state, memory="2GiB")
     assert list_names(state) == ["checkpoint-2.manifest.json"]
 
 
@@ -291,9 +291,9 @@ def test_a_state_in_the_run_or_of_another_run_is_refused(tmp_path: Path) -> None
     assert not (run / "state").exists()
     assert cli("steps", run, "--state", tmp_path / "state").having("FS515", message="needs --verify")
     other = copy_steps(HF, tmp_path / "other", "checkpoint-1")
-    fastshard.list_steps(run, verify=True, state=tmp_path / "state", memory="2GiB")
+    fastshard.steps(run, verify=True, state=tmp_path / "state", memory="2GiB")
     with pytest.raises(fastshard.FastshardError, match="not of this run"):
-        fastshard.list_steps(other, verify=True, state=tmp_path / "state", memory="2GiB")
+        fastshard.steps(other, verify=True, state=tmp_path / "state", memory="2GiB")
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,12 @@ def test_a_state_in_the_run_or_of_another_run_is_refused(tmp_path: Path) -> None
 )
 def test_a_damaged_state_says_nothing_about_a_step(name: str, content: str, tmp_path: Path) -> None:
     run, state = copy_steps(HF, tmp_path / "run", "checkpoint-1"), tmp_path / "state"
-    fastshard.list_steps(run, verify=True, state=state, memory="2GiB")
+    fastshard.steps(run, verify=True, state=state, memory="2GiB")
     (state / name).write_text(content)
     # Its manifest is used when it has changed.
     (run / "checkpoint-1" / "more.txt").write_text("more")
     with pytest.raises(fastshard.FastshardError, match="state of a step is damaged") as error:
-        fastshard.list_steps(run, verify=True, state=state, memory="2GiB")
+        fastshard.steps(run, verify=True, state=state, memory="2GiB")
     assert error.value.findings[0].code == "FS515" and error.value.findings[0].file == str(state / name)
 
 
@@ -320,5 +320,5 @@ def test_a_tracker_keeps_its_mode(tmp_path: Path) -> None:
     shutil.rmtree(run / "step-2")
     (run / "latest").write_text("step-2")
     (run / "latest").chmod(0o664)
-    fastshard.fix_trackers(fastshard.list_steps(run))
+    fastshard.fix_trackers(fastshard.steps(run))
     assert (run / "latest").read_text() == "step-1" and (run / "latest").stat().st_mode & 0o777 == 0o664

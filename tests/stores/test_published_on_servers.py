@@ -182,7 +182,7 @@ def publishes(served: Served, tmp_path: Path, name: str) -> None:
     assert run(command, FIXTURES / source, tmp_path / "disk", *options).code == 0
     ran = run(command, FIXTURES / source, served.at("first"), *options)
     assert ran.code == 0 and not ran.errors, ran.out
-    assert ran.doc["published"]
+    assert ran.doc["written"]
     equal(served.read("first"), tmp_path / "disk")
     assert run("verify", served.at("first")).code == 0
     assert run("diff", served.at("first"), tmp_path / "disk").code == 0
@@ -309,7 +309,7 @@ class Spoiled:
         (finding,) = ran.errors
         assert finding["code"] in codes, ran.out
         assert ran.code == (1 if ran.doc["verdict"] == "PROBLEM" else 2), ran.out
-        assert not ran.doc["published"]
+        assert not ran.doc["written"]
         self.proxy.clear()
         self.is_no_result()
         return ran

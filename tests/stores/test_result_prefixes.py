@@ -19,7 +19,7 @@ import pytest
 from bucket_store import BucketStore, buckets_served
 from fastshard import FastshardError
 from fastshard.common import codes
-from fastshard.conversion import prefix_leavings
+from fastshard.conversion import prefix_leftovers
 from fastshard.conversion.distributed import split_runs
 from fastshard.stores import claims, registry, result_prefix
 from holding import HANG
@@ -438,23 +438,23 @@ def test_a_destination_inside_the_source_is_refused(
 def test_clean_removes_what_no_run_continues(
     bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_leavings, "_LOOK", 0.01)
+    monkeypatch.setattr(prefix_leftovers, "_LOOK", 0.01)
     out = tmp_path / "out"
-    assert fastshard.gc(address_of(out)) == []
+    assert fastshard.clean(address_of(out)) == []
     leave_two_files(bucket, source, out)
     before = read_files(out)
-    (left,) = fastshard.gc(address_of(out), timeout=0.1)
+    (left,) = fastshard.clean(address_of(out), timeout=0.1)
     assert left.fate == "resumable"
     assert left.bytes == sum(map(len, before.values()))
     with pytest.raises(FastshardError) as caught:
-        fastshard.gc(address_of(out), abandon="0" * 16)
+        fastshard.clean(address_of(out), abandon="0" * 16)
     assert caught.value.code == codes.NO_SUCH_PATH
     assert left.run is not None
-    (dry,) = fastshard.gc(address_of(out), abandon=left.run[:16], timeout=0.1, dry_run=True)
+    (dry,) = fastshard.clean(address_of(out), abandon=left.run[:16], timeout=0.1, dry_run=True)
     assert dry.fate == "removed"
     assert read_files(out) == before
     (out / "notes.txt").write_text("mine")
-    (gone,) = fastshard.gc(address_of(out), abandon=left.run[:16], timeout=0.1)
+    (gone,) = fastshard.clean(address_of(out), abandon=left.run[:16], timeout=0.1)
     assert gone.fate == "removed"
     # What the run did not write stays.
     assert read_files(out) == {"notes.txt": b"mine"}
@@ -463,10 +463,10 @@ def test_clean_removes_what_no_run_continues(
 def test_clean_leaves_a_run_at_work_and_a_result_in_place(
     bucket: type[BucketStore], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_leavings, "_LOOK", 0.05)
+    monkeypatch.setattr(prefix_leftovers, "_LOOK", 0.05)
     out = tmp_path / "out"
     alive = result_prefix.ResultPrefix(BucketStore(address_of(out), {}), "0" * 64, ["a"], "a", beat=0.01)
-    (left,) = fastshard.gc(address_of(out), timeout=HANG)
+    (left,) = fastshard.clean(address_of(out), timeout=HANG)
     assert left.fate == "at_work"
     assert (out / CLAIM).exists()
     alive.abandon()
@@ -474,7 +474,7 @@ def test_clean_leaves_a_run_at_work_and_a_result_in_place(
     (out / CLAIM).parent.mkdir(exist_ok=True)
     claim = claims.Claim("0" * 32, "0" * 64, "{}", (LAST,), LAST)
     (out / CLAIM).write_bytes(claim.to_bytes())
-    (left,) = fastshard.gc(address_of(out))
+    (left,) = fastshard.clean(address_of(out))
     assert left.fate == "removed"
     assert_is_result(out, source, tmp_path)
 
@@ -501,7 +501,7 @@ def test_storage_options_reach_the_stores_of_a_call_and_nothing_else(
     manifest = merge(address_of(tmp_path / "one"), address_of(tmp_path / "two"), storage_options=settings)
     fastshard.open(address_of(tmp_path / "two"), storage_options=settings)
     fastshard.verify(address_of(tmp_path / "two"), storage_options=settings)
-    assert fastshard.gc(address_of(tmp_path / "two"), storage_options=settings) == []
+    assert fastshard.clean(address_of(tmp_path / "two"), storage_options=settings) == []
     assert len(seen) > 4
     assert all(options == settings for options in seen)
     texts = [
@@ -516,4 +516,4 @@ def test_storage_options_reach_the_stores_of_a_call_and_nothing_else(
         assert caught.value.code == codes.USAGE
         assert "SECRET-MARKER" not in str(caught.value)
     with pytest.raises(FastshardError, match="storage_options"):
-        split_runs.begin(source, tmp_path / "three", None, parts=2, storage_options=settings)
+        split_runs.split(source, tmp_path / "three", None, parts=2, storage_options=settings)

@@ -21,7 +21,7 @@ from bucket_store import BucketStore, buckets_served
 from fastshard import FastshardError
 from fastshard.common import codes
 from fastshard.common.records import replace
-from fastshard.conversion import prefix_leavings
+from fastshard.conversion import prefix_leftovers
 from fastshard.stores import claims, result_prefix
 from helpers import FIXTURES, cli
 from holding import HANG
@@ -46,7 +46,7 @@ CONFIG = '{"architectures": ["X"], "model_type": "x"}'
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BucketStore]]:
     monkeypatch.setattr(result_prefix, "_PAUSE", 0.0)
     monkeypatch.setattr(claims, "BEAT", 0.05)
-    monkeypatch.setattr(prefix_leavings, "_LOOK", 0.01)
+    monkeypatch.setattr(prefix_leftovers, "_LOOK", 0.01)
     with buckets_served() as bucket:
         yield bucket
 
@@ -175,7 +175,7 @@ def test_clean_and_a_run_that_continues_exclude_one_another(
 
     run = json.loads((out / CLAIM).read_text())["run"]
     set_hook(bucket, overtake)
-    fastshard.gc(address_of(out), abandon=run, timeout=0.1)
+    fastshard.clean(address_of(out), abandon=run, timeout=0.1)
     set_hook(bucket)
     if heirs[0] == "published":
         assert fastshard.verify(address_of(out)).ok

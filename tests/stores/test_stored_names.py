@@ -129,9 +129,9 @@ def test_a_manifest_in_a_store_is_what_a_checkpoint_is_compared_with(tmp_path: P
 
 def test_parts_of_a_run_read_the_store_by_its_address(tmp_path: Path) -> None:
     source = FIXTURES / "sharded/tp4_micro"
-    run = split_runs.begin(find_address(source), tmp_path / "parts", None, parts=2)
+    run = split_runs.split(find_address(source), tmp_path / "parts", None, parts=2)
     for part in range(2):
-        split_runs.run_part(tmp_path / "parts", part, run.id)
+        split_runs.make_part(tmp_path / "parts", part, run.id)
     split_runs.commit(tmp_path / "parts", run.id)
     fastshard.merge(source, tmp_path / "out")
     (one,), (other,) = ((tmp_path / name).glob("*.safetensors") for name in ("parts", "out"))

@@ -67,12 +67,12 @@ _COMMANDS = (
     ["merge", "OUT"],
     ["merge", "OUT", "--optimizer"],
     ["convert", "OUT", "--to", "hf"],
-    ["masters"],
+    ["master-weights"],
     ["convert", "OUT", "--to", "dcp"],
     ["plan"],
     ["stats"],
     ["manifest", "-o", "OUT"],
-    ["masters", "--repair", "OUT"],
+    ["master-weights", "--repair", "OUT"],
 )
 
 

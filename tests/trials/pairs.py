@@ -9,7 +9,7 @@ read by default, and with its optimizer where it holds one. What can come of it:
 ====================================================================================================
 caught     an error
 harmless   the two files are the same, or the same comes out
-named      something else comes out, and `not proven` says that nothing tells which is which (FS114)
+named      something else comes out, and `not checked` says that nothing tells which is which (FS114)
 MISSED     something else comes out with no word
 false      (of the good checkpoint itself) an error, or a warning of equal contents
 =========

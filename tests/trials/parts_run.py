@@ -9,11 +9,11 @@ def main() -> int:
     """Exit code 0, or that of the error."""
     source, out = sys.argv[1:3]
     try:
-        run = fastshard.begin(
+        run = fastshard.split(
             source, out, parts=2, overwrite="--overwrite" in sys.argv, max_shard_size="600KB"
         )
         for part in range(2):
-            fastshard.run_part(out, part, run.id, threads=1)
+            fastshard.make_part(out, part, run.id, threads=1)
         manifest = fastshard.commit(out, run.id, threads=1)
     except fastshard.FastshardError as error:
         for finding in error.findings:

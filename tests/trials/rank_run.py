@@ -17,8 +17,8 @@ from fastshard.conversion.distributed import split_runs
 
 CALLS = {
     "convert": fastshard.convert,
-    "begin": split_runs.begin,
-    "part": split_runs.run_part,
+    "begin": split_runs.split,
+    "part": split_runs.make_part,
     "commit": split_runs.commit,
 }
 

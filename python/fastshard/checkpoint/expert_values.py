@@ -184,7 +184,7 @@ def _plan_stored(opened: Opened) -> _core.Plan:
 
 def _list_families(plan: _core.Plan) -> list[_Family]:
     """List the matrices of experts, by name and dtype."""
-    sizes = plan.summary()["axes"]
+    sizes = plan.summary()["dimensions"]
     families: dict[tuple[str, str, tuple[int, ...]], _Family] = {}
     for number, (name, dtype, shape, size, _) in enumerate(plan.outputs()):
         known = _take_apart(name, len(shape))
@@ -212,7 +212,7 @@ def _list_experts(name: _Name, leading: tuple[int, ...], sizes: dict[str, int]) 
     if name.expert is not None:
         yield _Expert(name.stack, layer, name.expert)
         return
-    count = sizes.get("E")
+    count = sizes.get("num_experts")
     if len(leading) == 1:
         if leading[0] > 1 and count in (None, leading[0]):
             yield from (_Expert(name.stack, layer, number) for number in range(leading[0]))

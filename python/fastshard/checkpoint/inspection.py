@@ -45,8 +45,8 @@ class Inspection:
     parameters: int
     #: Number of full tensors and their bytes, by dtype.
     dtypes: dict[str, tuple[int, int]]
-    #: Sizes of the layout's axes, by letter.
-    axes: dict[str, int]
+    #: Sizes of the model by their names in configs, e.g. ``hidden_size``.
+    dimensions: dict[str, int]
     #: Values that are not tensors: iteration, arguments.
     metadata: dict[str, Any]
     #: The full tensors.
@@ -80,7 +80,7 @@ class Inspection:
             "parameters": self.parameters,
             "expected_parameters": self.expected_parameters,
             "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in self.dtypes.items()},
-            "axes": self.axes,
+            "dimensions": self.dimensions,
             "metadata": self.metadata,
             "complete": self.complete,
         }
@@ -128,7 +128,7 @@ def inspect(
         stored_tensors=summary["stored_tensors"],
         parameters=summary["parameters"],
         dtypes=summary["dtypes"],
-        axes=summary["axes"],
+        dimensions=summary["dimensions"],
         metadata=checkpoint.metadata(),
         outputs=rows_of(plan),
         findings=findings,

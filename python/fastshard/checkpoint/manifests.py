@@ -99,7 +99,7 @@ class Manifest(Mapping[str, Any]):
             for t in self.document["tensors"]
         )
         head = ("tensor", "dtype", "shape", "file", "BLAKE3 (begins)")
-        below = f"not proven: {self.document.get('not_proven', '')}"
+        below = f"not checked: {'; '.join(map(str, self.document.get('not_checked', [])))}"
         return notebook_html.table(repr(self), head, rows, len(self), findings=self.findings, below=below)
 
 
@@ -346,7 +346,8 @@ _FORMS: dict[str, type] = {
     "findings": list,
     "value_ops": dict,
     "topology": dict,
-    "axes": dict,
+    "dimensions": dict,
+    "not_checked": list,
     "provenance": dict,
 }
 

@@ -112,10 +112,10 @@ class Plan:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Counts, bytes, files, dtypes, axes and value operations."""
+        """Counts, bytes, files, dtypes, dimensions and value operations."""
         return self.core.summary()
 
-    def why(self, name: str) -> dict[str, Any]:
+    def trace(self, name: str) -> dict[str, Any]:
         """Traces an output to rules, ranks, files and offsets, with the operations on its values.
 
         Raises:

@@ -37,6 +37,10 @@ _VERBS: Mapping[str, str] = {
     "gc": "clean",
     "where": "trace",
     "why": "explain",
+    "masters": "master-weights",
+    "probe": "check-storage",
+    "piece": "copy-local",
+    "run-part": "make-part",
 }
 #: Flags with which other tools take the destination.
 _OUT_FLAGS = ("-o", "--out", "--output", "--output-dir", "--out-dir", "--dest")

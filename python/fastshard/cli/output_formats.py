@@ -51,13 +51,14 @@ class RunReport:
     findings: list[Finding]
     #: Fields of the result.
     document: dict[str, Any] = field(default_factory=dict)
-    #: Whether a result was published; None for a command that publishes none.
-    published: bool | None = None
-    not_proven: str | None = None
+    #: True if a result was written; None for a command that writes none.
+    written: bool | None = None
     #: What it came to, in a word.
     verdict: str = ""
     #: What could not be checked of this checkpoint.
     not_checked: Sequence[str] = ()
+    #: The same, with what to do about it, for a document; None for a command that does not say.
+    not_checked_with_advice: Sequence[str] | None = None
     verbose: int = 0
     quiet: int = 0
 
@@ -72,17 +73,17 @@ def find_requested_format(argv: Sequence[str]) -> str:
 def as_json(report: RunReport) -> str:
     """Format the outcome of a run and all findings as one JSON object."""
     document: dict[str, Any] = {
+        "schema": f"fastshard.{report.command or 'usage'}.v1",
+        "tool": f"fastshard {_core.__version__}",
         "command": report.command,
         "exit_code": report.code,
         "verdict": report.verdict,
     }
-    if report.published is not None:
-        document["published"] = report.published
+    if report.written is not None:
+        document["written"] = report.written
     document |= report.document
-    if report.not_proven is not None:
-        document["not_proven"] = report.not_proven
-    if report.not_checked:
-        document["not_checked"] = list(report.not_checked)
+    if report.not_checked_with_advice is not None:
+        document["not_checked"] = list(report.not_checked_with_advice)
     document["findings"] = [f.to_dict() for f in report.findings]
     return json.dumps(_numbers(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 

@@ -80,8 +80,7 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
         raise SystemExit(2)
     if argv[0] == "help":
         argv = [*argv[1:2], "--help"]
-    first = verbs.named(argv[0])
-    argv = [first, *argv[1:]]
+    first = argv[0]
     if first not in verbs and not first.startswith("-"):
         raise _explain_no_command(first, argv, verbs)
     # Loading and building a verb is most of what this takes: one that is named needs no other.

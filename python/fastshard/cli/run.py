@@ -17,7 +17,7 @@ from ..common.formatting import counted, human
 from ..common.log import log_to_stderr
 from ..common.records import replace
 from ..common.regex import compile_when_used
-from ..findings.proof import not_checked
+from ..findings.proof import list_unchecked
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError, takes
 from .signals import Stopping
@@ -152,8 +152,7 @@ class Run:
         """Report an error in the command line, and return its exit code."""
         if self._arguments.output_format != "text":
             word = next((word for word in self._argv if not word.startswith("-")), "")
-            verb = self._verbs.named(word)
-            self._arguments.command = verb if verb in self._verbs else None
+            self._arguments.command = word if word in self._verbs else None
             run = [error.run] if error.run is not None else []
             help_ = "run it so" if run else None
             return self._tell(None, [Finding.of(codes.USAGE, str(error), help=help_, run=run)], 2)
@@ -211,10 +210,9 @@ class Run:
         """
         # All is done: a signal while it is told would cut it in half, or tell it twice.
         self._stopping.done()
-        a, verb, to = self._arguments, self._verb, self._destination
+        a, to = self._arguments, self._destination
         findings = [self._runs_here(finding) for finding in findings]
         out = to if result and to is not None else published(findings)
-        prove = verb.not_proven if verb and result and result.proof else None
         verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
         requests = _count_requests(self._requests_before)
         if requests and verbose:
@@ -225,10 +223,10 @@ class Run:
             code=code,
             findings=findings,
             document=(result.document if result else {}) | ({"requests": requests} if requests else {}),
-            published=None if to is None else out is not None,
-            not_proven=prove(findings) if prove else None,
+            written=None if to is None else out is not None,
             verdict=in_a_word(code, findings, result.word if result else None),
-            not_checked=self._left_open(result, findings),
+            not_checked=self._list_unchecked(result, findings) or (),
+            not_checked_with_advice=self._list_unchecked(result, findings, with_advice=True),
             verbose=verbose,
             quiet=quiet,
         )
@@ -357,11 +355,15 @@ class Run:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         return ", ".join([f"  {seconds:.1f} s", *rate, f"{peak:,} MiB memory"])
 
-    def _left_open(self, result: Result | None, findings: Sequence[Finding]) -> Sequence[str]:
-        """List what could not be checked about this checkpoint."""
-        if result is None or not (self._verb and self._verb.tells_unchecked):
-            return ()
-        return not_checked(findings) if result.unchecked is None else result.unchecked
+    def _list_unchecked(
+        self, result: Result | None, findings: Sequence[Finding], *, with_advice: bool = False
+    ) -> Sequence[str] | None:
+        """List what could not be checked of this checkpoint; None for a command that does not say."""
+        if result is None or self._verb is None or not self._verb.tells_unchecked:
+            return None
+        if result.unchecked is not None:
+            return result.unchecked
+        return list_unchecked(findings, with_advice=with_advice)
 
     def _print_findings(self, report: output_formats.RunReport, name: str) -> None:
         stream = getattr(sys, name)

@@ -51,17 +51,11 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 }
 
 
-#: An alias says nothing in help, and changes nothing where it is not given.
-_HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-
-
 def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collection[str] | None = None) -> None:
     """Add the options of the given types, as the table defines them; ``only`` selects some."""
     for option in (option for kind in kinds for option in table(kind).values()):
         if option.is_on_command_line and (only is None or option.name in only):
             group.add_argument(option.flag, help=option.help, **_how(option))
-            if option.alias:
-                group.add_argument(f"--{option.alias}", dest=option.name, **_how(option) | _HIDDEN)
 
 
 def _how(option: Option) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..common.errors import Finding
 from ..common.records import dataclass, field
-from ..findings.proof import not_proven
 
 
 @dataclass
@@ -17,8 +16,6 @@ class Result:
 
     text: str = ""
     document: dict[str, Any] = field(default_factory=dict)
-    #: False for what needs no line of what was not proven.
-    proof: bool = True
     #: True for a text that is what was asked for, and not about it: it stands alone, and is never kept back.
     product: bool = False
     #: Codes of findings that the text tells of; with -v they are printed besides.
@@ -36,11 +33,6 @@ class Result:
 
 
 Outcome = tuple[Result, list[Finding]]
-
-
-def layout_not_proven(findings: list[Finding]) -> str:
-    """State in one line what no run that reads a checkpoint can prove, and what this one could not."""
-    return "; ".join(not_proven(findings))
 
 
 @dataclass(frozen=True)
@@ -71,5 +63,3 @@ class Verb:
     #: Where its result is published, None if it publishes none. Arguments that could not be parsed are
     #: absent.
     publishes: Callable[[argparse.Namespace], str | None] = lambda a: None
-    #: What its result does not prove, for ``--json``; None for a result that needs no proof.
-    not_proven: Callable[[list[Finding]], str] | None = layout_not_proven

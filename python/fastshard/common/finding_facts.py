@@ -37,13 +37,13 @@ def effect_of(finding: Finding) -> str | None:
     )
     apart = effect.count - effect.in_layers
     parts = [_some(effect.tensors[:apart], apart)] if apart else []
-    whole = {layer for run in effect.whole_layers for layer in run}
+    whole = {layer for run in effect.missing_layers for layer in run}
     torn = runs(layer for run in effect.layers for layer in run if layer not in whole)
     if torn:
-        count = f"{effect.in_layers - effect.in_whole_layers:,} in " if apart or whole else "in "
+        count = f"{effect.in_layers - effect.in_missing_layers:,} in " if apart or whole else "in "
         parts.insert(0, f"{count}{_layers(torn)}")
     if whole:
-        parts.insert(0, f"all of {_layers(effect.whole_layers)}")
+        parts.insert(0, f"all of {_layers(effect.missing_layers)}")
     return f"{effect.count:,}{of} tensor{'s' if many else ''} {are}: {'; '.join(parts)}"
 
 

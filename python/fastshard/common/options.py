@@ -65,8 +65,6 @@ class Option:
     most: int = (1 << 48) - 1
     #: As the API calls it.
     name: str = ""
-    #: An earlier name, which the command line still takes.
-    alias: str | None = None
     #: What the API's pages say of it, where that is more than the command line's help.
     meaning: str = ""
     #: False where each of several processes that make a result together may choose for itself.
@@ -114,7 +112,6 @@ class Source(TypedDict, total=False):
             "take the model whose tensor names begin with NAME, where a trainer saved several (model, ema, "
             "state_dict)",
             metavar="NAME",
-            alias="under",
         ),
     ]
     config: Annotated[
@@ -388,6 +385,10 @@ class Sharding(TypedDict, total=False):
     ]
 
 
+class Traced(Opening, Against, Shaping, Sharding, total=False):
+    """Options that :func:`fastshard.trace` passes to :func:`fastshard.open` and :func:`fastshard.plan`."""
+
+
 class Checked(TypedDict, total=False):
     """Options for checking a source, and for writing the result."""
 
@@ -439,7 +440,6 @@ class Evaluating(TypedDict, total=False):
             "any",
             "the loss that the trainer computed on the same tokens: another one is an error",
             metavar="X",
-            alias="expect",
         ),
     ]
     tolerance: Annotated[

@@ -12,7 +12,7 @@ from ..checkpoint.planned_view import PlannedView
 from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.progress import Progress, Report
-from ..findings.proof import not_proven
+from ..findings.proof import list_unchecked
 from .companion_files import along
 from .convert import compared, planned
 
@@ -31,7 +31,7 @@ class View(PlannedView):
     """The tensors of a conversion, under the target's names; each is computed when it is read.
 
     ``fastshard.open(..., to=...)`` returns a view. By then it has refused everything that a conversion
-    refuses by headers. Copies of a tensor on several ranks are compared when it is read. :attr:`not_proven`
+    refuses by headers. Copies of a tensor on several ranks are compared when it is read. :attr:`not_checked`
     lists what reading single tensors cannot prove; :meth:`verify` proves it by reading everything once.
     """
 
@@ -54,9 +54,10 @@ class View(PlannedView):
         return self._verified
 
     @property
-    def not_proven(self) -> list[str]:
-        """Statements that are not proven about the tensors, a line each; fewer after :meth:`verify`."""
-        return [*(f"{line}; verify() looks at it" for line in self.unread), *not_proven(self._found)]
+    def not_checked(self) -> list[str]:
+        """What was not checked of the tensors, a line each; fewer lines after :meth:`verify`."""
+        unread = [f"{line}; verify() checks it" for line in self.unread]
+        return [*unread, *list_unchecked(self._found, with_advice=True)]
 
     @property
     def unread(self) -> list[str]:
@@ -104,7 +105,7 @@ class View(PlannedView):
         return self.findings
 
     def _below(self) -> str:
-        return f"not proven: {'; '.join(self.not_proven)}"
+        return f"not checked: {'; '.join(self.not_checked)}"
 
     def __repr__(self) -> str:
         state = "verified" if self._verified else "not verified"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .._core import WriteSettings
 
-__all__ = ["MastersReport", "masters", "repair_masters"]
+__all__ = ["MasterWeightsReport", "master_weights", "repair_master_weights"]
 
 #: Where DeepSpeed looks for the step, the last one first. source: DeepSpeed runtime/engine.py
 _TRACKERS = ("latest_universal", "latest")
@@ -46,7 +46,7 @@ how to load the parameters for a finetune (Megatron-LM):
 
 
 @dataclass(frozen=True)
-class MastersReport:
+class MasterWeightsReport:
     """The result of comparing fp32 master weights with parameters."""
 
     #: Parameters that were compared with their masters.
@@ -68,14 +68,14 @@ class MastersReport:
 
 
 @memory_budget.kept
-def masters(
+def master_weights(
     source: CheckpointSource,
     *,
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> MastersReport:
+) -> MasterWeightsReport:
     """Checks that fp32 master weights, rounded to the parameters' dtype, equal the parameters bit by bit.
 
     Args:
@@ -120,7 +120,7 @@ def masters(
     steps = sorted({step for each in optimizer.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
     advice = _LOADING_MEGATRON if declared.framework.startswith("Megatron") else _LOADING
-    return MastersReport(len(outputs), elements, differing, steps, findings, advice)
+    return MasterWeightsReport(len(outputs), elements, differing, steps, findings, advice)
 
 
 def _count(shape: list[int]) -> int:
@@ -153,7 +153,7 @@ def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
 
 
 @memory_budget.kept
-def repair_masters(
+def repair_master_weights(
     source: CheckpointSource,
     out: StrPath,
     *,
@@ -247,7 +247,7 @@ def repair_masters(
             os.fspath(out), settings, bar.phase("writing"), None, (hashed, apart), bar.tell
         )
         if not drop_optimizer:
-            raise_errors(masters(out, memory=memory, threads=threads).findings)
+            raise_errors(master_weights(out, memory=memory, threads=threads).findings)
         decided = [f for f in gated if f.decided is not None]
         return Manifest.written(document, list(dict.fromkeys([*decided, *findings, *found])))
 

@@ -14,7 +14,7 @@ from ..common.option_checks import check_finite
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.records import asdict, dataclass
-from ..findings.proof import not_proven
+from ..findings.proof import list_unchecked
 from .layerwise_model import LayerwiseModel
 from .token_batches import make_batch
 
@@ -67,8 +67,8 @@ class Loss:
     memory: int
     #: Warnings and notes of opening the checkpoint, and what is wrong with the loss.
     findings: tuple[Finding, ...]
-    #: Statements that this run does not prove, a line each.
-    not_proven: tuple[str, ...]
+    #: What this run did not check, a line each.
+    not_checked: tuple[str, ...]
 
     @property
     def perplexity(self) -> float:
@@ -82,7 +82,7 @@ class Loss:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as plain data, without the findings."""
-        figures = {k: v for k, v in asdict(self).items() if k not in ("findings", "not_proven")}
+        figures = {k: v for k, v in asdict(self).items() if k not in ("findings", "not_checked")}
         # JSON has no NaN.
         return {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
@@ -196,11 +196,11 @@ def _judge(
         text=batch.origin,
         memory=memory,
         findings=(*model.view.findings, *gate.evaluate(findings)),
-        not_proven=(
+        not_checked=(
             "that the weights are right: damage to one layer may change the loss by less than its standard "
             "error",
-            *(f"{line}; fastshard verify looks at it" for line in model.view.unread),
-            *not_proven(model.view.findings),
+            *(f"{line}; fastshard verify checks it" for line in model.view.unread),
+            *list_unchecked(model.view.findings, with_advice=True),
         ),
     )
 

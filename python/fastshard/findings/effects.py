@@ -90,7 +90,7 @@ def unite_effects(effects: Sequence[Effect]) -> Effect | None:
         return None
     names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)
     layered = runs(layer for e in effects for run in e.layers for layer in run)
-    whole = runs(layer for e in effects for run in e.whole_layers for layer in run)
+    whole = runs(layer for e in effects for run in e.missing_layers for layer in run)
     count, inside = sum(e.count for e in effects), sum(e.in_layers for e in effects)
-    in_whole = sum(e.in_whole_layers for e in effects)
+    in_whole = sum(e.in_missing_layers for e in effects)
     return Effect(count, effects[0].of, inside, layered, names[:_MOST_NAMES], in_whole, whole)

@@ -9,7 +9,10 @@ from ..common import codes
 from ..common.errors import Finding
 from ..common.records import asdict, dataclass, field
 
-__all__ = ["Checked", "checked", "listed_by", "not_checked", "not_proven"]
+__all__ = ["Checked", "checked", "list_unchecked", "listed_by"]
+
+#: What no run that reads a checkpoint can check.
+LIMIT = "that the layout is right for the model: no hash shows that, logits do"
 
 #: Possible endings of a verification that finds nothing wrong.
 CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
@@ -112,15 +115,8 @@ def _unnoticed(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if not (noticed and f.code == codes.LOOKALIKES)]
 
 
-def not_checked(findings: Iterable[Finding]) -> list[str]:
-    """Return descriptions of what could not be checked in this checkpoint."""
-    return [_left_open(f) or f.message for f in _unproven(findings)]
-
-
-def not_proven(findings: Iterable[Finding]) -> list[str]:
-    """Return what no run that reads a checkpoint can prove, and what this run could not, with remedies."""
-    left = _unproven(findings)
-    lines = [f"{f.message}; {f.advice}" for f in left]
-    if all(f.code != codes.NOT_PROVABLE for f in left):
-        lines.insert(0, "that the layout is right for the model: no hash shows that, logits do")
-    return lines
+def list_unchecked(findings: Iterable[Finding], *, with_advice: bool = False) -> list[str]:
+    """Describe what could not be checked in this checkpoint; ``with_advice`` adds what to do about it."""
+    if with_advice:
+        return [f"{finding.message}; {finding.advice}" for finding in _unproven(findings)]
+    return [_left_open(finding) or finding.message for finding in _unproven(findings)]

@@ -21,7 +21,7 @@ from ..common.option_checks import refused
 from ..common.options import StrPath
 from ..common.records import dataclass
 from ..conversion.distributed.launcher_env import Rank, detect, is_alone
-from ..conversion.distributed.rendezvous import SeenRank, probe, rank_of
+from ..conversion.distributed.rendezvous import SeenRank, check_storage, rank_of
 
 __all__ = ["SaveGuard", "StepVerdict", "after_save", "before_training"]
 
@@ -132,7 +132,7 @@ class SaveGuard:
                 help="choose another folder, or give this user the right to write",
             ) from None
         this = self._place()
-        return probe(Path(folder) / _MEETING_NAME, rank=this.rank, world=this.world, timeout=timeout)
+        return check_storage(Path(folder) / _MEETING_NAME, rank=this.rank, world=this.world, timeout=timeout)
 
     def after_save(self, path: StrPath, *, verify: bool = True) -> StepVerdict | None:
         """Checks a complete save by its headers, and starts a background process that reads its data.

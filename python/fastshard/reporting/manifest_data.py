@@ -142,6 +142,6 @@ def provenance(document: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
             "warnings and notes then",
             "; ".join(f"{f.get('code')}: {f.get('message')}" for f in accepted[:_SOURCES]),
         ),
-        ("not checked then", str(document.get("not_proven", ""))),
+        ("not checked then", "; ".join(map(str, document.get("not_checked") or []))),
     ]
     return tuple((key, value) for key, value in rows if value)

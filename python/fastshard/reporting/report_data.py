@@ -21,7 +21,7 @@ from ..common.options import StrPath
 from ..common.progress import Progress
 from ..common.records import dataclass, field, replace
 from ..common.stored_places import is_stored, show_text
-from ..findings.proof import not_proven
+from ..findings.proof import LIMIT, list_unchecked
 from ..models.tensor_roles import parts_of, role_of
 from ..verification.stats import TensorStats
 from .checks import FAILED, Check, Read, checks
@@ -120,8 +120,8 @@ class Report:
     verdict: str
     facts: tuple[Fact, ...]
     findings: tuple[Group, ...]
-    #: What was not proven, as one line.
-    not_proven: str
+    #: What was not checked, as one line.
+    not_checked: str
     #: What was read: headers alone, or more.
     read: str
     grid: Grid | None = None
@@ -240,7 +240,7 @@ def gathered(
         verdict="broken" if broken else "ok" if provable else "unproven",
         facts=turned(facts, against, checkpoint) if isinstance(against, Checkpoint) else facts,
         findings=_groups(findings),
-        not_proven="; ".join(not_proven(findings)),
+        not_checked="; ".join([LIMIT, *list_unchecked(findings, with_advice=True)]),
         read=read,
         grid=grid(checkpoint, each, echoes),
         commands=tuple(missing.commands) if missing and not is_stored(checkpoint.roots[0]) else (),
@@ -276,7 +276,7 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
         verdict="unopened",
         facts=(Fact("Files", f"{len(files):,}", human(sum(size for _, size in files))),),
         findings=_groups(error.findings),
-        not_proven="anything: the path could not be opened as a checkpoint",
+        not_checked="anything: the path could not be opened as a checkpoint",
         read="names of files, and as much of their headers as could be",
         checks=(Check("Opened as a checkpoint", FAILED, "Nothing else could be checked."),),
         files=tuple(sorted(files)[:_LISTED]),

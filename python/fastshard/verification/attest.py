@@ -112,7 +112,7 @@ def attest(
                 for source in manifest.get("sources", [])
             ],
             "accepted": [f for f in manifest.get("findings", []) if f["severity"] != "note"],
-            "not_proven": manifest.get("not_proven"),
+            "not_checked": manifest.get("not_checked", []),
         },
     }
     # What somebody has put there while all was read stays too.

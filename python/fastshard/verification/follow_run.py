@@ -27,10 +27,10 @@ from .run_steps import (
     find_steps_folder,
     is_other_folder,
     judge_step,
-    list_steps,
     match_trackers,
     read_trackers,
 )
+from .run_steps import steps as list_steps
 from .verified_steps import FileStates, read_file_states
 
 if TYPE_CHECKING:

@@ -76,8 +76,8 @@ class LayerComparison:
     #: True if A is what a trainer recorded.
     is_record: bool
     findings: tuple[Finding, ...]
-    #: Statements that this run does not prove, a line each.
-    not_proven: tuple[str, ...]
+    #: What this run did not check, a line each.
+    not_checked: tuple[str, ...]
 
     @property
     def ok(self) -> bool:

@@ -26,7 +26,7 @@ from .verify import verify as verify_checkpoint
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["RunStep", "RunSteps", "judge_step", "list_steps"]
+__all__ = ["RunStep", "RunSteps", "judge_step", "steps"]
 
 #: Tracker files by name. source: as in sources/step_trackers.py
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
@@ -132,7 +132,7 @@ class RunSteps:
 
 
 @memory_budget.kept
-def list_steps(
+def steps(
     run: StrPath,
     *,
     verify: bool = False,
@@ -182,7 +182,7 @@ def judge_step(
     Args:
         path: folder of the step.
         verify: read all data of the step, as :func:`fastshard.verify` does.
-        state: as for :func:`fastshard.list_steps`.
+        state: as for :func:`fastshard.steps`.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
     """

@@ -45,7 +45,7 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
     that a reader sees the old content or the new one.
 
     Args:
-        steps: the steps of the run, from :func:`fastshard.list_steps`.
+        steps: the steps of the run, from :func:`fastshard.steps`.
 
     Raises:
         FastshardError: if there is no tracker file, if no step is complete, or if a tracker file has a form

@@ -92,19 +92,19 @@ pub(crate) struct Effect {
 #[pymethods]
 impl Effect {
     #[new]
-    #[pyo3(signature = (count, of, in_layers, layers, tensors, in_whole_layers, whole_layers))]
+    #[pyo3(signature = (count, of, in_layers, layers, tensors, in_missing_layers, missing_layers))]
     fn new(
         count: u64,
         of: Option<u64>,
         in_layers: u64,
         layers: Vec<Bound<'_, PyAny>>,
         tensors: Vec<String>,
-        in_whole_layers: u64,
-        whole_layers: Vec<Bound<'_, PyAny>>,
+        in_missing_layers: u64,
+        missing_layers: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let layers = layers.iter().map(self::layers).collect::<PyResult<_>>()?;
-        let whole_layers = whole_layers.iter().map(self::layers).collect::<PyResult<_>>()?;
-        let inner = CoreEffect { count, of, in_layers, layers, in_whole_layers, whole_layers, tensors };
+        let missing_layers = missing_layers.iter().map(self::layers).collect::<PyResult<_>>()?;
+        let inner = CoreEffect { count, of, in_layers, layers, in_missing_layers, missing_layers, tensors };
         Ok(Effect { inner })
     }
 
@@ -130,14 +130,14 @@ impl Effect {
     }
 
     #[getter]
-    fn in_whole_layers(&self) -> u64 {
-        self.inner.in_whole_layers
+    fn in_missing_layers(&self) -> u64 {
+        self.inner.in_missing_layers
     }
 
     #[getter]
-    fn whole_layers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+    fn missing_layers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let ranges: PyResult<Vec<_>> =
-            self.inner.whole_layers.iter().map(|layers| range(py, *layers)).collect();
+            self.inner.missing_layers.iter().map(|layers| range(py, *layers)).collect();
         PyTuple::new(py, ranges?)
     }
 

@@ -157,7 +157,7 @@ impl Plan {
                 "files": plan.files.iter().map(|f| json!({"name": f.name, "header_len": f.header_len, "size": f.size})).collect::<Vec<_>>(),
                 "dtypes": dtypes,
                 "topology": plan.topology,
-                "axes": plan.axes,
+                "dimensions": plan.dimensions(),
                 "texts": plan.texts.keys().collect::<Vec<_>>(),
                 "value_ops": Manifest::ops_of(plan),
                 "changes": plan.changes(),

@@ -82,10 +82,10 @@ pub struct Effect {
     pub layers: Vec<Span>,
     /// The number of them in layers without any remaining tensor.
     #[serde(default)]
-    pub in_whole_layers: u64,
+    pub in_missing_layers: u64,
     /// These layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub whole_layers: Vec<Span>,
+    pub missing_layers: Vec<Span>,
     /// Names of the tensors, those outside layers first; only the first names if there are very many.
     pub tensors: Vec<String>,
 }

@@ -38,8 +38,8 @@ pub(crate) fn is_listed(name: &str) -> bool {
     name.rsplit_once('/').is_none_or(|(folders, _)| !folders.contains(STAGING))
 }
 
-/// What a matching manifest does not prove.
-pub const NOT_PROVEN: &str =
+/// The limit of every manifest.
+pub const NOT_CHECKED: &str =
     "a matching manifest proves that the bytes are exactly as planned and written; that the layout \
 is right for the model is proven by the layout's tests and by logits, not by a hash";
 
@@ -141,9 +141,9 @@ pub struct Manifest {
     /// Parallel degrees of the source.
     #[serde(default)]
     pub topology: BTreeMap<String, u64>,
-    /// Extents of the layout's axes.
+    /// Sizes of the model, by their names in configs.
     #[serde(default)]
-    pub axes: BTreeMap<String, u64>,
+    pub dimensions: BTreeMap<String, u64>,
     /// Value ops by output tensor.
     #[serde(default)]
     pub value_ops: BTreeMap<String, Vec<Op>>,
@@ -156,8 +156,8 @@ pub struct Manifest {
     /// Its makers, if several processes made it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provenance: Option<Provenance>,
-    /// What the manifest does not prove.
-    pub not_proven: String,
+    /// What was not checked when it was made, and what a matching manifest does not prove.
+    pub not_checked: Vec<String>,
 }
 
 /// Identity of a file: BLAKE3 of its header's digest and its tensors' hashes in the header's order,
@@ -240,12 +240,12 @@ impl Manifest {
             tensors: Vec::new(),
             files: Vec::new(),
             topology: BTreeMap::new(),
-            axes: BTreeMap::new(),
+            dimensions: BTreeMap::new(),
             value_ops: BTreeMap::new(),
             values: serde_json::Value::Null,
             findings: Vec::new(),
             provenance: None,
-            not_proven: NOT_PROVEN.into(),
+            not_checked: vec![NOT_CHECKED.into()],
         }
     }
 

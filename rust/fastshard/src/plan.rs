@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Finding;
 use crate::few::Few;
+use crate::layout::axis_words;
 use crate::name::Name;
 use crate::tensor::{c_strides, element_count};
 use crate::words::Words;
@@ -190,6 +191,11 @@ impl Plan {
             here.into_iter().for_each(|change| *all.entry(change).or_default() += 1);
         }
         all
+    }
+
+    /// Sizes of the model, by their names in configs.
+    pub fn dimensions(&self) -> BTreeMap<String, u64> {
+        self.axes.iter().map(|(axis, size)| (axis_words::config_key(axis).to_string(), *size)).collect()
     }
 
     /// Bytes read for each byte of the stored tensors in use. Data is read again if several outputs take it,

@@ -51,15 +51,6 @@ _GROUPS = {
         "man": "man",
     },
 }
-#: Former names, which help does not list.
-_ALIASES = {
-    "why": "trace",
-    "masters": "master-weights",
-    "probe": "check-storage",
-    "run-part": "make-part",
-    "piece": "copy-local",
-    "gc": "clean",
-}
 
 
 class Verbs:
@@ -68,30 +59,25 @@ class Verbs:
     def __init__(
         self,
         groups: Mapping[str, Mapping[str, str]],
-        aliases: Mapping[str, str],
         added: tuple[Verb, ...] = (),
     ) -> None:
         """Register verbs: ``groups`` has the module of each verb, by the verb's name.
 
         The record of a verb in its module has the verb's name in capitals.
         """
-        self._groups, self._aliases, self._added = groups, aliases, added
+        self._groups, self._added = groups, added
         self._places = {name: module for places in groups.values() for name, module in places.items()}
         self._loaded = {verb.name: verb for verb in added}
 
     def and_also(self, *more: Verb) -> Verbs:
         """Return these verbs with more after them."""
-        return Verbs(self._groups, self._aliases, (*self._added, *more))
+        return Verbs(self._groups, (*self._added, *more))
 
     @property
     def groups(self) -> dict[str, list[str]]:
         """Names of verbs by their headings."""
         groups = {title: list(places) for title, places in self._groups.items()}
         return groups | ({"Further": [verb.name for verb in self._added]} if self._added else {})
-
-    def named(self, word: str) -> str:
-        """Return the name of the verb for a word of the command line."""
-        return self._aliases.get(word, word)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places or name in self._loaded
@@ -110,4 +96,4 @@ class Verbs:
         return self._loaded[name]
 
 
-VERBS = Verbs(_GROUPS, _ALIASES)
+VERBS = Verbs(_GROUPS)

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from ...common.options import Ranked
 from ...common.records import asdict
-from ...conversion.distributed.rendezvous import SeenRank, probe, rank_of
+from ...conversion.distributed.rendezvous import SeenRank, check_storage, rank_of
 from ..render import table
 from ..shared_arguments import add_common, add_ranks, given
 from ..verb import Outcome, Result, Verb
@@ -22,7 +22,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    ranks = probe(a.out, **given(a, Ranked))
+    ranks = check_storage(a.out, **given(a, Ranked))
     document = {"out": str(a.out), "ranks": [asdict(r) for r in ranks]}
     if len(ranks) == 1:
         text = f"{a.out}: can be written, 1 rank ({ranks[0].storage}); start it on every host to compare them"
@@ -53,7 +53,6 @@ CHECK_STORAGE = Verb(
     arguments=_arguments,
     run=_run,
     silent=True,
-    not_proven=None,
     often=("--rank", "--world", "--timeout"),
     examples=("fastshard check-storage out",),
 )

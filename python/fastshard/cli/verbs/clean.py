@@ -6,7 +6,7 @@ import argparse
 import os
 
 from ...common.records import asdict
-from ...conversion.gc import Leaving, gc
+from ...conversion.clean import Leftover, clean
 from ..render import human
 from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
@@ -36,7 +36,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    found = gc(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
+    found = clean(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
     fates = {**_FATES, "removed": "would be removed"} if a.dry_run else _FATES
     lines = []
     for left in found:
@@ -49,11 +49,11 @@ def _run(a: argparse.Namespace) -> Outcome:
         lines.append(f"{freed} would be freed" if a.dry_run else f"{freed} freed")
     return Result(
         "\n".join(lines) or f"{a.out}: nothing was left",
-        {"out": str(a.out), "leavings": [asdict(left) for left in found]},
+        {"out": str(a.out), "leftovers": [asdict(left) for left in found]},
     ), []
 
 
-def _results(left: Leaving, out: str) -> list[str]:
+def _results(left: Leftover, out: str) -> list[str]:
     """Describe the results that a folder contains, and how to restore each."""
     by_version = {result.version: result for result in left.results}
     is_there = os.path.lexists(out)
@@ -86,7 +86,6 @@ CLEAN = Verb(
     arguments=_arguments,
     run=_run,
     silent=True,
-    not_proven=None,
     often=("--abandon", "--dry-run"),
     examples=("fastshard clean out --dry-run",),
 )

@@ -77,6 +77,5 @@ COMPLETION = Verb(
     arguments=_arguments,
     run=_run,
     judges=lambda a: False,
-    not_proven=None,
     examples=("fastshard completion bash > fastshard.bash",),
 )

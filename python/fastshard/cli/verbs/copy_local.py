@@ -6,7 +6,7 @@ import argparse
 
 from ...checkpoint.manifests import MANIFEST_NAME
 from ...common.formatting import counted
-from ...conversion.distributed.host_parts import piece
+from ...conversion.distributed.host_parts import copy_local
 from ..render import human
 from ..shared_arguments import add_common, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
@@ -27,7 +27,7 @@ def _out(a: argparse.Namespace) -> str | None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    manifest = piece(
+    manifest = copy_local(
         a.ckpt,
         a.out,
         memory=a.memory,
@@ -49,10 +49,6 @@ COPY_LOCAL = Verb(
     run=_run,
     silent=True,
     publishes=_out,
-    not_proven=lambda findings: (
-        "that the checkpoint is complete, or of one step: this is a host's part of it, and a merge of all "
-        "parts proves it"
-    ),
     often=("--overwrite",),
     examples=("fastshard copy-local run part",),
 )

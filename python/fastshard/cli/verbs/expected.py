@@ -41,11 +41,11 @@ def _run(a: argparse.Namespace) -> Outcome:
             Path(a.output).write_text(json_text.indented(document), "utf-8")
         except OSError as error:
             raise error_for([safe_files.system_finding(error, a.output, "cannot write")]) from None
-        return Result(f"{a.output}: {summary}", document, proof=False), []
+        return Result(f"{a.output}: {summary}", document), []
     rows = [(t.name, t.dtype, " x ".join(map(str, t.shape)) or "()") for t in listed]
     width = max((len(name) for name, *_ in rows), default=0)
     lines = [f"{printable(name):{width}}  {dtype:8}  {shape}" for name, dtype, shape in rows]
-    return Result("\n".join([*lines, "", summary]), document, product=True, paged=True, proof=False), []
+    return Result("\n".join([*lines, "", summary]), document, product=True, paged=True), []
 
 
 def _refuse_other(at: Path) -> None:

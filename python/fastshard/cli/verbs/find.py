@@ -42,7 +42,6 @@ def _run(a: argparse.Namespace) -> Outcome:
         search.to_dict(),
         reason=describe(search),
         word="FOUND" if search.complete and search.files else None,
-        proof=False,
     ), list(search.findings)
 
 
@@ -69,7 +68,6 @@ FIND = Verb(
     arguments=_arguments,
     run=_run,
     finds=True,
-    not_proven=None,
     often=("--in", "--expect", "--step", "--json"),
     examples=("fastshard find run --in model",),
 )

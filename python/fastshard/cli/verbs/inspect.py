@@ -18,8 +18,8 @@ _PARALLEL = {
     "cp": "context parallel",
     "dp": "data parallel",
 }
-#: Sizes by the letters of layout tables.
-_SIZES = {"H": "hidden_size", "F": "intermediate_size", "d": "head_dim"}
+#: Sizes of which the row about the model has the names.
+_SIZES = ("hidden_size", "intermediate_size", "head_dim")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,16 +78,20 @@ def _parallelism(topology: dict[str, int]) -> str:
 
 def _model(seen: Inspection) -> list[tuple[str, str]]:
     """Return one row about the model's family and sizes, by their names in configs."""
-    axes = seen.axes
-    heads = axes.get("h") or axes.get("g", 0) * axes.get("r", 1)
-    sizes = [f"{axes['L']} layers"] if "L" in axes else []
-    sizes += [f"{name} {axes[letter]}" for letter, name in _SIZES.items() if letter in axes]
+    dimensions = seen.dimensions
+    groups = dimensions.get("num_key_value_heads", 0)
+    heads = dimensions.get("num_attention_heads") or groups * dimensions.get(
+        "num_attention_heads_per_key_value_head", 0
+    )
+    sizes = [f"{dimensions['num_layers']} layers"] if "num_layers" in dimensions else []
+    sizes += [f"{name} {dimensions[name]}" for name in _SIZES if name in dimensions]
     sizes += [f"{heads} attention heads"] if heads else []
-    sizes += [f"{axes['g']} key and value heads"] if axes.get("g", heads) != heads else []
-    sizes += [f"{axes['E']} experts"] if "E" in axes else []
-    if "V" in axes:
-        padded = f" (padded to {axes['P']} rows)" if axes.get("P", axes["V"]) != axes["V"] else ""
-        sizes.append(f"vocab_size {axes['V']}{padded}")
+    sizes += [f"{groups} key and value heads"] if groups not in (0, heads) else []
+    sizes += [f"{dimensions['num_experts']} experts"] if "num_experts" in dimensions else []
+    if "vocab_size" in dimensions:
+        rows = dimensions.get("padded_vocab_size", dimensions["vocab_size"])
+        padded = f" (padded to {rows} rows)" if rows != dimensions["vocab_size"] else ""
+        sizes.append(f"vocab_size {dimensions['vocab_size']}{padded}")
     text = ": ".join(filter(None, [seen.family, ", ".join(sizes)]))
     return [("model", text)] if text else []
 

@@ -57,7 +57,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         _describe(compared),
         compared.to_dict(),
         reason=_conclude(compared),
-        unchecked=compared.not_proven,
+        unchecked=compared.not_checked,
         word="DIFFERENT" if compared.differing else "EQUAL",
     ), list(compared.findings)
 

@@ -43,7 +43,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     )
     figures = measured.to_dict()
     return Result(
-        _describe(measured), figures, unchecked=measured.not_proven, reason=describe_loss(figures)
+        _describe(measured), figures, unchecked=measured.not_checked, reason=describe_loss(figures)
     ), list(measured.findings)
 
 

@@ -237,7 +237,6 @@ LS = Verb(
         are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
     arguments=_arguments,
     run=_run,
-    not_proven=None,
     often=("--glob", "--layer", "--dtype", "--sort", "--tree", "--by", "--json"),
     examples=("fastshard ls run --tree", "fastshard ls model --by role"),
 )

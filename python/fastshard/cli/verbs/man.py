@@ -29,6 +29,5 @@ MAN = Verb(
     arguments=_arguments,
     run=_run,
     judges=lambda a: False,
-    not_proven=None,
     examples=("fastshard man convert > fastshard-convert.1",),
 )

@@ -7,8 +7,7 @@ import argparse
 from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
-from ...conversion.master_weights import masters as compare_masters
-from ...conversion.master_weights import repair_masters
+from ...conversion.master_weights import master_weights, repair_master_weights
 from ..shared_arguments import add_common, add_exit_zero, add_source, looks, opening, progress
 from ..verb import Outcome, Result, Verb
 
@@ -45,7 +44,7 @@ def _run(a: argparse.Namespace) -> Outcome:
                 f"{flag} goes with --repair OUT",
                 help="pass --repair OUT too; nothing is written without it",
             )
-        report = compare_masters(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
+        report = master_weights(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
         steps = ", ".join(f"{step:g}" for step in report.steps) or "not stated"
         text = (
             f"{counted(report.compared, 'tensor')}, {report.elements:,} elements compared; optimizer step "
@@ -67,7 +66,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         )
         return Result(text, document, reason=reason), report.findings
     looks(a, "--repair")
-    manifest = repair_masters(
+    manifest = repair_master_weights(
         a.ckpt,
         a.repair,
         drop_optimizer=a.drop_optimizer,
@@ -100,9 +99,6 @@ MASTER_WEIGHTS = Verb(
     silent=True,
     finds=True,
     publishes=lambda a: getattr(a, "repair", None),
-    not_proven=lambda findings: (
-        "that the parameters are right: where the two differ, the files do not say which side is stale"
-    ),
     often=("--repair", "--drop-optimizer"),
     examples=("fastshard master-weights zero_run", "fastshard master-weights zero_run --repair repaired"),
 )

@@ -27,7 +27,6 @@ from ..shared_arguments import (
     shape,
 )
 from ..verb import Outcome, Result, Verb
-from .split import EMITTERS, split
 
 #: Files that are named.
 _FILES = 4
@@ -37,23 +36,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, like=True)
     add_target(parser, required=False)
     add_shaping(parser)
-    # The former name of `fastshard split`.
-    parser.add_argument("--parts", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    parser.add_argument("--emit", choices=EMITTERS, default="shell", help=argparse.SUPPRESS)
-    parser.set_defaults(time="01:00:00", cpus=4)
     add_writing(parser)
     add_common(parser)
     add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    if a.parts is not None:
-        if a.out is None:
-            raise FastshardError.of(
-                codes.USAGE, "--parts is given without --out", help="name the destination with --out OUT"
-            )
-        return split(a)
     checkpoint = opened(a)
     plan = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **placing(a), **shape(a))
     summary = plan.summary

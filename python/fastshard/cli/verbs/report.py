@@ -77,7 +77,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     text = page.rendered(report)
     findings = report.all_findings
     if path is None:
-        return Result(text, proof=False, product=True), findings
+        return Result(text, product=True), findings
     # What somebody has put there while all was read stays too.
     safe_files.replace(_place(a) or path, [text])
     size = len(text.encode())

@@ -12,7 +12,8 @@ from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...common.records import dataclass
-from ...conversion.distributed.split_runs import Run, begin, commit, run_part
+from ...conversion.distributed.split_runs import SplitRun, commit, make_part
+from ...conversion.distributed.split_runs import split as split_run
 from ..render import human
 from ..shared_arguments import (
     add_common,
@@ -55,14 +56,13 @@ def _split_arguments(parser: argparse.ArgumentParser) -> None:
     add_exit_zero(parser)
 
 
-def split(a: argparse.Namespace) -> Outcome:
-    """Begin a run in parts, and return the commands for them."""
+def _split(a: argparse.Namespace) -> Outcome:
     looks(a, "a run in parts")
     if a.fsync != "full":
         raise FastshardError.of(
             codes.USAGE, "--fsync", expected="full, for a run of several processes", got=a.fsync
         )
-    run = begin(
+    run = split_run(
         a.ckpt,
         a.out,
         a.to,
@@ -78,7 +78,7 @@ def split(a: argparse.Namespace) -> Outcome:
         raise FastshardError.of(codes.USAGE, "--cpus", expected="1 or more", got=str(a.cpus))
     text = emitted(run, a.emit, Job(a.time, a.cpus, run.memory))
     document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
-    return Result(text, document, proof=False), run.findings
+    return Result(text, document), run.findings
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def _part_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _part(a: argparse.Namespace) -> Outcome:
-    is_new = run_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
+    is_new = make_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
     text = (
         f"part {a.part} of {a.out}: {'made' if is_new else 'was made before'}; `fastshard commit` puts the "
         "result in place"
@@ -145,7 +145,7 @@ class Job:
         return max(2 * self.memory >> 20, 1024)
 
 
-def emitted(run: Run, how: str, job: Job) -> str:
+def emitted(run: SplitRun, how: str, job: Job) -> str:
     """Write the commands that run all parts and commit the run, for a shell, Slurm or Kubernetes."""
     parts, out = len(run.bytes), quoted(run.out)
     options = "" if how == "shell" else f" {job.options}"
@@ -220,7 +220,7 @@ SPLIT = Verb(
     name="split",
     help="divide a merge or convert into N parts, for job arrays",
     arguments=_split_arguments,
-    run=split,
+    run=_split,
     often=("--to", "--vocab-size", "--dtype", "--emit", "--time", "--cpus", "--memory", "--resume"),
     examples=(
         "fastshard split run parted --to hf --vocab-size 500 --parts 2",
@@ -233,7 +233,6 @@ MAKE_PART = Verb(
     arguments=_part_arguments,
     run=_part,
     silent=True,
-    not_proven=None,
     often=("--memory", "--threads"),
     examples=("fastshard make-part 0 parted --run ID",),
 )

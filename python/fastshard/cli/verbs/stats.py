@@ -47,9 +47,6 @@ STATS = Verb(
         of a dimension at which everything is zero: lost shards look like that.""",
     arguments=_arguments,
     run=_run,
-    not_proven=lambda findings: (
-        "that the values are right: distributions show what is lost or broken, not what is slightly off"
-    ),
     often=("--include", "--exclude", "--memory", "--json"),
     examples=("fastshard stats run", "fastshard stats model --include '*attention*'"),
 )

@@ -19,9 +19,9 @@ from ...verification.run_steps import (
     RunSteps,
     describe,
     list_newest_findings,
-    list_steps,
     refresh_trackers,
 )
+from ...verification.run_steps import steps as list_steps
 from ...verification.tracker_repair import TrackerChange, fix_trackers
 from ..render import human, printable
 from ..render import table as format_table
@@ -160,7 +160,6 @@ STEPS = Verb(
     arguments=_arguments,
     run=_run,
     finds=True,
-    not_proven=None,
     often=("--verify", "--state", "--fix-tracker", "--follow", "--json"),
     examples=("fastshard steps run",),
 )

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ... import _core
-from ...checkpoint.manifests import beside, read, run_options
-from ...checkpoint.plan import Plan
-from ...common import codes
-from ...common.errors import FastshardError, Finding, error_for, from_core
-from ...common.near_words import nearest
-from ...conversion.convert import plan as plan_of
+from ...conversion.trace import trace
 from ..render import Tree, human, tree
 from ..shared_arguments import (
     add_common,
@@ -24,9 +18,6 @@ from ..shared_arguments import (
     shape,
 )
 from ..verb import Outcome, Result, Verb
-
-if TYPE_CHECKING:
-    from ..._core import RunOptions
 
 #: Branches of one kind that are shown without ``-v``.
 _SHOWN = 8
@@ -44,80 +35,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(a: argparse.Namespace) -> Outcome:
     checkpoint = opened(a)
-    plan = plan_of(checkpoint, to=a.to, vocab_size=a.vocab_size, **shape(a), **placing(a))
-    if a.tensor not in plan.index:
-        raise _unknown(plan, a.tensor, own=a.to is not None and a.tensor in checkpoint)
-    document, findings = plan.why(a.tensor), list(plan.findings)
-    manifest = None if a.to or a.hash else beside(checkpoint)
-    if a.hash:
-        document["blake3"], damage = _read(a, plan)
-        findings += checkpoint.opened.gate.evaluate(damage)
-    elif manifest is not None:
-        document["blake3_stated"] = _read_stored_hash(read(manifest), document)
+    traced = trace(
+        checkpoint,
+        a.tensor,
+        a.to,
+        reads=a.hash,
+        memory=a.memory,
+        threads=a.threads,
+        vocab_size=a.vocab_size,
+        **shape(a),
+        **placing(a),
+    )
+    document = traced.to_dict()
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
     text = tree(_tree(document, roots, None if a.verbose else _SHOWN))
-    return Result(text, document), findings
-
-
-def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
-    """Read the hash of a full tensor from a manifest.
-
-    A shard may have the tensor's name, but its hash differs.
-    """
-    named = [entry for entry in manifest["tensors"] if entry["name"] == whole["name"]]
-    alike = [(entry.get("dtype"), entry.get("shape")) == (whole["dtype"], whole["shape"]) for entry in named]
-    return named[0]["blake3"] if alike == [True] else None
-
-
-def _is_reported(cause: Finding, errors: list[Finding]) -> bool:
-    """Return True if an error reports the cause, for its file alone or for several."""
-    return any(e.code == cause.code and (e.file == cause.file or cause.file in e.files) for e in errors)
-
-
-def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
-    """Make the error for a tensor that is not in the result; ``own`` if the source has one with that name."""
-    # What follows from another finding is not among the plan's own.
-    echoes = plan.core.findings()
-    about = [finding for finding in (*plan.each, *echoes) if finding.tensor == name]
-    if about:
-        first = about[0]
-        errors = [finding for finding in plan.findings if finding.severity == "error"]
-        cause = plan.causes.of(first) or first
-        changed = first.replace(
-            code=cause.code,
-            message=f"not in the result: {first.message}",
-            # What is wrong with the checkpoint makes the exit code: it may be incomplete alone.
-            severity="warning" if errors and cause is not first else "error",
-            file=cause.file,
-            help=None if cause is not first and _is_reported(cause, errors) else first.help,
-        )
-        return error_for([changed, *(error for error in errors if error is not first)])
-    if own:
-        return FastshardError.of(
-            codes.USAGE,
-            f"that is the source's own name, which the result ({plan.target}) does not have",
-            tensor=name,
-            help="leave out --to, or pass a name of the result; `fastshard plan --to TARGET -v` lists them",
-        )
-    near = nearest(name, plan.index)
-    return FastshardError.of(
-        codes.USAGE,
-        "the result has no tensor of this name",
-        tensor=name,
-        help=f"did you mean {near}?" if near else "list the tensors",
-        run=[] if near else ["fastshard ls CKPT"],
-    )
-
-
-def _read(a: argparse.Namespace, plan: Plan) -> tuple[str, list[Finding]]:
-    """Compute the hash of the tensor, and return it with the findings."""
-    run: RunOptions = {**run_options(a.memory, a.threads), "only": [a.tensor]}
-    try:
-        findings, hashes, _ = plan.core.check(run)
-    except _core.CoreError as error:
-        raise from_core(error) from None
-    (found,) = hashes.values()
-    return found, findings
+    return Result(text, document), traced.findings
 
 
 def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:

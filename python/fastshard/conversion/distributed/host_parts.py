@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ..._core import RunOptions, WriteSettings
     from ...common.options import Opening
 
-__all__ = ["compared", "piece", "settled"]
+__all__ = ["compared", "copy_local", "settled"]
 
 
 @memory_budget.kept
-def piece(
+def copy_local(
     source: StrPath,
     out: StrPath,
     *,

@@ -20,7 +20,7 @@ from ...common.options import StrPath
 from ...common.records import dataclass
 from .launcher_env import Rank, detect, is_alone
 
-__all__ = ["Meeting", "probe"]
+__all__ = ["Meeting", "check_storage"]
 
 #: Seconds that ranks wait for one another: slow starts of a cluster's last nodes are of this order.
 TIMEOUT = 600.0
@@ -179,7 +179,7 @@ class SeenRank:
 
 
 @checked
-def probe(
+def check_storage(
     out: StrPath, *, rank: int | str | None = "auto", world: int | None = None, timeout: float | None = None
 ) -> list[SeenRank]:
     """Checks that all ranks see the same storage at a destination; leaves no file behind.

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from ...common.options import WriteOptions
 
-__all__ = ["Run", "begin", "commit", "run_part"]
+__all__ = ["SplitRun", "commit", "make_part", "split"]
 
 Source = StrPath | Iterable[StrPath]
 
 
 @dataclass(frozen=True)
-class Run:
+class SplitRun:
     """A run that was split into parts."""
 
     #: What it is called: 32 hexadecimal digits.
@@ -52,7 +52,7 @@ class Run:
 
 
 @memory_budget.kept
-def begin(
+def split(
     source: Source,
     out: StrPath,
     to: str | None = "hf",
@@ -63,7 +63,7 @@ def begin(
     memory: str | int | None = None,
     threads: int | None = None,
     **options: Unpack[WriteOptions],
-) -> Run:
+) -> SplitRun:
     """Splits a run into parts and writes no tensor.
 
     The function checks source and destination, creates all files, and divides the work.
@@ -114,7 +114,7 @@ def begin(
             _written(about),
             (job.copies, given),
         )
-    return Run(nonce, _absolute(out), folder, sizes, [*job.findings, *found], job.run["memory"])
+    return SplitRun(nonce, _absolute(out), folder, sizes, [*job.findings, *found], job.run["memory"])
 
 
 #: The key of what stands in JSON for a name that is no text.
@@ -192,7 +192,7 @@ def _prepare(
 
 
 @memory_budget.kept
-def run_part(
+def make_part(
     out: StrPath,
     part: int,
     run: str,

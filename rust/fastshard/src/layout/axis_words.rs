@@ -1,4 +1,4 @@
-//! What axes are called in messages. The letters are those of the layout tables; an axis of a table of one's own is called as it
+//! What axes are called in messages and documents. The letters are those of the layout tables; an axis of a table of one's own is called as it
 //! is there.
 
 use std::fmt;
@@ -24,6 +24,36 @@ impl fmt::Display for Size<'_> {
             "d" => "the size of a head",
             other => return write!(f, "axis {other}"),
         })
+    }
+}
+
+/// The size of an axis as configs call it: by transformers' key, if it has one. Layers that predict further tokens
+/// count as layers.
+pub(crate) fn config_key(axis: &str) -> &str {
+    match axis {
+        "H" => "hidden_size",
+        "F" => "intermediate_size",
+        "V" => "vocab_size",
+        "P" => "padded_vocab_size",
+        "L" => "num_layers",
+        "E" => "num_experts",
+        "M" => "moe_intermediate_size",
+        "S" => "shared_expert_intermediate_size",
+        "a" => "num_attention_heads",
+        "g" => "num_key_value_heads",
+        "r" => "num_attention_heads_per_key_value_head",
+        "d" => "head_dim",
+        "nope" => "qk_nope_head_dim",
+        "rope" => "qk_rope_head_dim",
+        "vd" => "v_head_dim",
+        "Q" => "q_lora_rank",
+        "K" => "kv_lora_rank",
+        "k" => "linear_num_key_heads",
+        "u" => "linear_num_value_heads_per_key_head",
+        "kd" => "linear_key_head_dim",
+        "ud" => "linear_value_head_dim",
+        "C" => "linear_conv_kernel_dim",
+        other => other,
     }
 }
 

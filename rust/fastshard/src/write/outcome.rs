@@ -66,18 +66,18 @@ pub(super) fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manif
     manifest.plan = plan.digest();
     if plan.target == piece::PIECE {
         // Its files are the sources.
-        manifest.not_proven = piece::NOT_PROVEN.into();
+        manifest.not_checked = vec![piece::NOT_CHECKED.into()];
     } else {
         manifest.sources = plan.sources.clone();
     }
     manifest.topology = plan.topology.clone();
-    manifest.axes = plan.axes.clone();
+    manifest.dimensions = plan.dimensions();
     manifest.value_ops = Manifest::ops_of(plan);
     manifest.values = options.values.clone();
     let settled = |note: &&Finding| options.expected && note.code.is_a(Kind::Unproven);
     let notes: Vec<&Finding> = plan.notes.iter().filter(|note| !settled(note)).collect();
     for note in notes.iter().filter(|note| note.code.is_a(Kind::Unproven)) {
-        manifest.not_proven += &format!("; {}", note.message);
+        manifest.not_checked.push(note.message.clone());
     }
     let decided = &options.gate.decided;
     let same = |a: &Finding, b: &Finding| *a == Finding { decided: a.decided.clone(), ..b.clone() };

@@ -16,8 +16,8 @@ use crate::storage::{SourceFile, Stamp};
 /// What the manifest of such a part says that it is of.
 pub(super) const PIECE: &str = "piece";
 
-/// What such a manifest does not prove.
-pub(super) const NOT_PROVEN: &str =
+/// The limit of such a manifest.
+pub(super) const NOT_CHECKED: &str =
     "that the checkpoint is complete, or of one step: this is a host's part of it";
 
 /// Writes and publishes copies of `files` (name in the result, path).

@@ -19,7 +19,7 @@ from ....common.option_checks import checked, refused
 from ....common.options import StrPath, split_request
 from ....common.progress import Progress, Report
 from ...destinations import find_destination_scheme
-from ..split_runs import begin, commit
+from ..split_runs import commit, split
 from .cluster import connected, nodes_for
 from .node_local import on_own_disks
 from .storage_check import sharing
@@ -113,7 +113,7 @@ def convert(
             with Progress(progress) as bar:
                 return on_own_disks(ray, nodes, arguments, cpus, threads, retries, bar.phase("writing"))
         tasks = Tasks(ray, nodes, cpus, retries, memory, threads)
-        run = begin(
+        run = split(
             source,
             out,
             to,

@@ -11,7 +11,8 @@ from ....common import codes
 from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ....common.progress import Callback, Report
 from ....common.records import dataclass, replace
-from ..split_runs import Run, run_part
+from .. import split_runs
+from ..split_runs import SplitRun
 from .cluster import Node, called, describe_error, end, library, line_of, living, on, wait
 
 __all__ = ["Board", "Tasks", "make_part", "telling"]
@@ -75,7 +76,9 @@ def make_part(
     begun = time.monotonic()
     while True:
         try:
-            run_part(out, part, run, memory=memory, threads=threads, progress=telling(board, part))
+            split_runs.make_part(
+                out, part, run, memory=memory, threads=threads, progress=telling(board, part)
+            )
         except FastshardError as error:
             # A worker that Ray has lost may go on for a while: it is waited for as long as it shows signs of
             # life.
@@ -130,7 +133,7 @@ class Tasks:
         """Threads of the node with the most threads, for which the work is divided."""
         return max(self._threads_on(node) for node in self._nodes)
 
-    def make(self, run: Run, on_progress: Callback | None) -> None:
+    def make(self, run: SplitRun, on_progress: Callback | None) -> None:
         """Write all parts.
 
         Raises:
@@ -163,7 +166,7 @@ class Tasks:
                 self._ray.kill(self._board)
                 self._board = None
 
-    def _start(self, run: Run, task: _Task, pending: dict[Any, _Task]) -> None:
+    def _start(self, run: SplitRun, task: _Task, pending: dict[Any, _Task]) -> None:
         remote = self._ray.remote(make_part).options(
             num_cpus=task.cpus,
             max_retries=self._retries,
@@ -174,7 +177,7 @@ class Tasks:
         ref = remote.remote(run.out, run.id, task.part, self._memory, threads, self._board)
         pending[ref] = task
 
-    def _watch(self, run: Run, pending: dict[Any, _Task], on_progress: Callback | None) -> None:
+    def _watch(self, run: SplitRun, pending: dict[Any, _Task], on_progress: Callback | None) -> None:
         while pending:
             done, _ = wait(self._ray, list(pending), LOOK)
             for ref in done:
@@ -203,7 +206,7 @@ class Tasks:
             return done, total
         return None
 
-    def _fit(self, run: Run, pending: dict[Any, _Task]) -> None:
+    def _fit(self, run: SplitRun, pending: dict[Any, _Task]) -> None:
         """Adapt waiting tasks to the nodes that are alive.
 
         Tasks that wait for a node as large as a dead one reserve what is available now. Tasks of a dead node

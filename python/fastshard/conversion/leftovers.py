@@ -1,10 +1,10 @@
-"""What an ended run has left."""
+"""Leftovers of ended runs."""
 
 from __future__ import annotations
 
 from ..common.records import dataclass
 
-__all__ = ["Leaving", "StoredResult"]
+__all__ = ["Leftover", "StoredResult"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class StoredResult:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The remains of an earlier run at a destination."""
+class Leftover:
+    """What an earlier run left at a destination."""
 
     path: str
     #: Id of the run; None if nothing says it.

@@ -78,7 +78,7 @@ def test_what_it_names_makes_the_tensor(source: str, to: str | None) -> None:
     plan = fastshard.plan(fastshard.open(root), to=to)
     proven = 0
     for name in plan.index:
-        told = plan.why(name)
+        told = plan.trace(name)
         json.dumps(told)
         whole = fastshard.Tensor(plan, plan.index[name]).numpy()
         made = np.zeros_like(whole)
@@ -169,7 +169,7 @@ def test_a_tensor_that_no_other_finding_accounts_for_is_said_once(tmp_path: Path
 def test_a_hash_of_damaged_bytes_says_that_they_are(tmp_path: Path) -> None:
     ckpt = copy(NEOX, tmp_path / "ckpt")
     name = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
-    place = fastshard.plan(ckpt, to="hf").why(name)["parts"][1]["sources"][0]["places"][0]
+    place = fastshard.plan(ckpt, to="hf").trace(name)["parts"][1]["sources"][0]["places"][0]
     file = ckpt / place["file"]
     data = bytearray(file.read_bytes())
     data[place["offset"]] ^= 1
@@ -195,7 +195,7 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
 
 def test_many_branches_are_counted_and_v_shows_them() -> None:
     argv = (
-        "why",
+        "trace",
         FIXTURES / "sharded/tp4_vocabpad",
         "decoder.layers.3.self_attention.linear_qkv.weight",
         "--to",
@@ -210,7 +210,7 @@ def test_many_branches_are_counted_and_v_shows_them() -> None:
 def test_a_chunk_of_a_store_is_named_by_its_key() -> None:
     """Where its bytes lie is its store's affair: nothing is said of that."""
     plan = fastshard.plan(fastshard.open(FIXTURES / "orbax/paxml_gpt3_micro_weights"))
-    sources = [s for name in plan.index for part in plan.why(name)["parts"] for s in part["sources"]]
+    sources = [s for name in plan.index for part in plan.trace(name)["parts"] for s in part["sources"]]
     places = [place for source in sources for place in source["places"]]
     assert places and all(p["member"] and "decoded" in p and "offset" not in p for p in places)
 

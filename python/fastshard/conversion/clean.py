@@ -1,4 +1,4 @@
-"""Remains of ended runs at a destination."""
+"""Leftovers of ended runs at a destination."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..common.addresses import check_settings, find_scheme
 from ..common.errors import from_core
 from ..common.options import StrPath
 from .distributed import rendezvous
-from .leavings import Leaving, StoredResult
+from .leftovers import Leftover, StoredResult
 
-__all__ = ["Leaving", "StoredResult", "gc"]
+__all__ = ["Leftover", "StoredResult", "clean"]
 
 
-def gc(
+def clean(
     out: StrPath,
     *,
     abandon: str | None = None,
     timeout: float | None = None,
     dry_run: bool = False,
     storage_options: Mapping[str, str] | None = None,
-) -> list[Leaving]:
-    """Removes the remains of interrupted runs at a destination that no run can resume.
+) -> list[Leftover]:
+    """Removes what interrupted runs left at a destination, if no run can resume it.
 
     Args:
         out: the destination; an address too.
@@ -35,23 +35,23 @@ def gc(
         storage_options: settings of the store that an address names, as for :func:`fastshard.open`.
 
     Returns:
-        The remains, and the fate of each.
+        The leftovers, and the fate of each.
 
     Raises:
         FastshardError: ``FS501`` if the run to remove does not exist; other codes for errors of the system.
     """
     patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
     if (scheme := find_scheme(out)) is not None:
-        from . import prefix_leavings
+        from . import prefix_leftovers
 
         settings = check_settings(storage_options)
-        return prefix_leavings.collect(scheme, os.fspath(out), settings, abandon, patience, dry_run)
+        return prefix_leftovers.collect(scheme, os.fspath(out), settings, abandon, patience, dry_run)
     try:
         found = _core.collect(os.fspath(out), abandon, patience, dry_run)
     except _core.CoreError as error:
         raise from_core(error) from None
     return [
-        Leaving(path, run, fate, size, _stored(os.fspath(out), results))
+        Leftover(path, run, fate, size, _stored(os.fspath(out), results))
         for path, run, fate, size, results in found
     ]
 

@@ -13,7 +13,7 @@ from ..common.errors import FastshardError
 from ..stores import claims, registry
 from ..stores.claims import CLAIM, OWN_FOLDER, find_claim, is_own
 from ..stores.store import ConditionFailed
-from .leavings import Leaving
+from .leftovers import Leftover
 
 if TYPE_CHECKING:
     from ..stores.claims import Claim
@@ -34,7 +34,7 @@ def collect(
     abandon: str | None,
     patience: float,
     dry_run: bool,
-) -> list[Leaving]:
+) -> list[Leftover]:
     """Remove what ended runs have left at a prefix and no run can continue.
 
     Args:
@@ -96,7 +96,7 @@ def _is_alive(store: WritableStore, claim: Claim, mark: Mark, patience: float) -
 
 def _remove(
     store: WritableStore, claim: Claim | None, files: list[StoredFile], dry_run: bool, mark: Mark = None
-) -> list[Leaving]:
+) -> list[Leftover]:
     """Remove objects, once no other run can take their claim over."""
     paths = {file.path for file in files}
     if dry_run:
@@ -117,7 +117,7 @@ def _remove(
     return [_describe(store, claim, files, "removed")]
 
 
-def _describe(store: WritableStore, claim: Claim | None, files: list[StoredFile], fate: str) -> Leaving:
+def _describe(store: WritableStore, claim: Claim | None, files: list[StoredFile], fate: str) -> Leftover:
     size = sum(file.size for file in files)
     run = None if claim is None else claim.run
-    return Leaving(f"{store.address}/{OWN_FOLDER}", run, fate, size)
+    return Leftover(f"{store.address}/{OWN_FOLDER}", run, fate, size)
