@@ -104,7 +104,7 @@ def test_an_expected_loss_is_a_gate(tmp_path: Path) -> None:
     ran = cli(*command, "--expect-loss", f"{right:.4f}", "--json")
     assert (ran.code, ran.doc["verdict"]) == (0, "OK")
     assert ran.doc["loss"] == pytest.approx(right, abs=1e-6)
-    assert cli(*command, "--expect", f"{right + 0.5:.4f}", "--json").having("FS319")
+    assert cli(*command, "--expect-loss", f"{right + 0.5:.4f}", "--json").having("FS319")
     assert cli(*command, "--expect-loss", f"{right + 0.5:.4f}").code == 1
     assert cli(*command, "--expect-loss", f"{right + 0.5:.4f}", "--tolerance", "0.6").code == 0
     assert cli(*command, "--tolerance", "0.6").code == 2

@@ -203,7 +203,7 @@ def test_a_host_that_loses_its_power_publishes_nothing_and_three_finish(
 def test_a_private_disk_makes_no_part(place: Path) -> None:
     dest = place / "dest"
     dest.mkdir()
-    script = cli("plan", NEOX, "--to", "hf", "--parts", 2, "--out", dest / "out")
+    script = cli("split", NEOX, dest / "out", "--to", "hf", "--parts", 2)
     run = script.doc["run"]
     good, stray = Host("node0"), Host("node1", own_disk=dest)
     good.fastshard("make-part", 0, dest / "out", "--run", run)
@@ -374,7 +374,7 @@ def test_what_is_printed_for_job_arrays_makes_the_result(emit: str, place: Path)
     disorder, for Kubernetes the containers' commands are run with the indices that the job controller would
     set."""
     out, bin_folder = place / "out", place / "bin"
-    script = cli("plan", NEOX, "--to", "hf", "--parts", 3, "--out", out, "--emit", emit).doc["emitted"]
+    script = cli("split", NEOX, out, "--to", "hf", "--parts", 3, "--emit", emit).doc["emitted"]
     bin_folder.mkdir()
     wrapper = bin_folder / "fastshard"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -m fastshard "$@"\n')

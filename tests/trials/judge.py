@@ -49,10 +49,10 @@ _NOTHING = re.compile(r"\b(?:published|wrote)\s+nothing\b", re.I)
 _NOT_DONE = re.compile(
     r"\b(?:not(?: yet)?|never|half|un|(?:before|until|unless|when|once) (?:\w+ ){0,3}(?:is|was|been)|to "
     r"be|can only be|be) ?-?published"
-    r"|\bpublished (?:nothing|last|file|result'?s?)\b|\"published\": (?:false|null)",
+    r"|\bpublished (?:nothing|last|file|result'?s?)\b|\"written\": (?:false|null)",
     re.I,
 )
-_DONE = re.compile(r"\bpublished\b|\bFS519\b|\bthe result at \S+ is complete\b")
+_DONE = re.compile(r"\bpublished\b|\"written\": true|\bFS519\b|\bthe result at \S+ is complete\b")
 #: A finding with a path, relative to a source or not, in text and in JSON.
 _PATH = re.compile(r"^error FS\d+: \S*[\w-][./]\w\S*: |^error FS\d+: latest: |\"file\": \"", re.M)
 TRACE = re.compile(r"Exception ignored in|Traceback \(most recent call last\)|panicked at|Fatal Python error")

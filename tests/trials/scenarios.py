@@ -30,7 +30,7 @@ COMMANDS = {
     "legacy": "convert @hf OUT --to megatron:legacy --tp 2 --pp 2",
     "torch_dist": "convert @hf OUT --to megatron:torch_dist --tp 2",
     "dcp": "convert @hf OUT --to dcp --tp 2",
-    "repair": "masters @zero --repair OUT",
+    "repair": "master-weights @zero --repair OUT",
     "orbax": "convert @hf OUT --to orbax",
     "maxtext": "convert @hf OUT --to maxtext",
     "zarr2": "convert @hf OUT --to maxtext:unscan --zarr2",

@@ -361,6 +361,8 @@ class Run:
         """List what could not be checked of this checkpoint; None for a command that does not say."""
         if result is None or self._verb is None or not self._verb.tells_unchecked:
             return None
+        if with_advice and result.unchecked_with_advice is not None:
+            return result.unchecked_with_advice
         if result.unchecked is not None:
             return result.unchecked
         return list_unchecked(findings, with_advice=with_advice)

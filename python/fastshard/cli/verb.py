@@ -24,6 +24,8 @@ class Result:
     paged: bool = False
     #: What was not checked; None for what findings say of it.
     unchecked: tuple[str, ...] | None = None
+    #: The same, with what to do about it, for a document; None for ``unchecked``.
+    unchecked_with_advice: tuple[str, ...] | None = None
     #: How to go on, below the findings.
     below: str = ""
     #: Why all is well, for the verdict of a verb that judges.

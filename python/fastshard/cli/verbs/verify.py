@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ...checkpoint.missing_files import absent
 from ...common import codes
-from ...common.errors import FastshardError
+from ...common.errors import FastshardError, Finding
 from ...common.gate import ignored
 from ...common.records import asdict
+from ...findings.proof import list_unchecked
 from ...verification.verify import verify
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
@@ -80,8 +82,18 @@ def _run(a: argparse.Namespace) -> Outcome:
         document=document,
         below=below,
         unchecked=how.left() if how else None,
+        unchecked_with_advice=_add_advice(how.left(), findings) if how else None,
         reason=how.told() if how else "",
     ), findings
+
+
+def _add_advice(unchecked: Sequence[str], findings: list[Finding]) -> tuple[str, ...]:
+    """Return what was not checked, with what to do where a finding says it; nothing if all was."""
+    if not unchecked:
+        return ()
+    of_findings = set(list_unchecked(findings))
+    rest = [line for line in unchecked if line not in of_findings]
+    return (*list_unchecked(findings, with_advice=True), *rest)
 
 
 VERIFY = Verb(
