@@ -158,33 +158,33 @@ CASES: dict[str, tuple[Callable[[Path, Index], str | None], int, str]] = {
     "the index names a tensor that no model has and no file holds": (ghosts, 3, "FS102 error"),
     "the index names a tensor that its file has lost": (lost, 3, "FS102 error"),
     "the index does not name a tensor of a file": (unnamed, 0, "FS108 warning"),
-    "a tensor of a layer is gone from file and index": (gone_from_both, 3, "FS102 error"),
-    "a shard is gone, and from the index too": (shard_gone_from_both, 3, "FS101 warning"),
-    "the index sends a tensor to a file that does not hold it, another does": (
+    "a tensor of a layer is missing from file and index": (gone_from_both, 3, "FS102 error"),
+    "a shard is missing, from the index too": (shard_gone_from_both, 3, "FS101 warning"),
+    "the index places a tensor in the wrong file": (
         another_file,
         0,
         "FS115 warning",
     ),
-    "the index sends all tensors of a file to another, and names it nowhere": (
+    "the index places all tensors of a file in another and never names the file": (
         unnamed_file,
         1,
         "FS115 error",
     ),
     "a shard was copied over another": (copied_shard, 1, "FS303 error"),
     "the file holds a slice of the tensor": (slice_in_file, 1, "FS208 error"),
-    "two files hold the tensor, with other values": (twice(lambda t: t + 1), 1, "FS206 error"),
+    "two files hold the tensor, with different values": (twice(lambda t: t + 1), 1, "FS206 error"),
     "two files hold the tensor, one a slice of it": (twice(lambda t: t[:32].clone()), 1, "FS206 error"),
-    "`model.safetensors` lies beside the index and its shards": (single_beside, 2, "FS106 error"),
-    "`model.safetensors` was saved over the shards, the index is left": (single_over, 0, "FS108 warning"),
+    "`model.safetensors` is next to the index and its shards": (single_beside, 2, "FS106 error"),
+    "`model.safetensors` was saved over the shards, the index remains": (single_over, 0, "FS108 warning"),
     "`total_size` is larger than what the files hold": (counts(4096), 0, "FS102 warning"),
     "`total_size` is smaller": (counts(-4096), 0, "FS215 note"),
     "the index has no `metadata`": (no_metadata, 0, "-"),
-    "a shard is of another step, with the same names and shapes": (another_step, 0, "-"),
+    "a shard is from another step, with the same names and shapes": (another_step, 0, "-"),
     "the index names shards of another number": (index_of_another_division, 3, "FS101 error"),
     "names in the index lack the prefix `model.`": (prefix_in_index, 0, "FS115 warning"),
     "names in the files lack the prefix `model.`": (prefix_in_files, 0, "FS115 warning"),
-    "a name stands twice in the index": (name_twice, 0, "-"),
-    "a shard of another number (`-of-00007`) lies beside": (shard_of_another_division, 0, "FS108 warning"),
+    "a name occurs twice in the index": (name_twice, 0, "-"),
+    "a shard of another number (`-of-00007`) is in the folder": (shard_of_another_division, 0, "FS108 warning"),
 }
 
 
@@ -197,7 +197,7 @@ def loaded(folder: Path, reference: Path) -> str:
     good = whole(reference)
     differing = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, good[name])]
     if info["missing_keys"]:
-        return "makes the tensor up, with a warning"
+        return "initialises the tensor, with a warning"
     return "loads the other values" if differing else "loads the model"
 
 
