@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from make_models import allow_local_latent
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -82,6 +83,11 @@ SAME = (
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
+    "softmax_type",
+    "window_size",
+    "window_attn_skip_freq",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
 )
 
 
@@ -93,14 +99,15 @@ def build(args: Any) -> GPTModel:
     has_delta_nets = variant == "gated_delta_net"
     rotary = {"rotary_base": args.rotary_base} if latent else {}
     config = kind(
-        **{key: getattr(args, key) for key in SAME if hasattr(args, key)},
+        # Heads have no field for YaRN.
+        **{key: getattr(args, key) for key in SAME if hasattr(args, key) and hasattr(kind, key)},
         **rotary,
         layernorm_zero_centered_gamma=args.apply_layernorm_1p,
         # The delta rule of torch, not that of a kernel.
         deterministic_mode=has_delta_nets,
         num_moe_experts=getattr(args, "num_experts", None),
-        gated_linear_unit=args.swiglu,
-        activation_func=F.silu,
+        gated_linear_unit=True,
+        activation_func=F.silu if args.swiglu else quick_gelu,
         layernorm_epsilon=args.norm_epsilon,
         moe_token_dispatcher_type="allgather",
         moe_router_load_balancing_type="none",
@@ -117,6 +124,8 @@ def build(args: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
     )
+    if args.position_embedding_type == "yarn":
+        state_yarn(config, args)
     if has_delta_nets:
         spec = delta_modules.block_spec(config)
     elif variant == "dsa":
@@ -144,6 +153,18 @@ def build(args: Any) -> GPTModel:
     ).eval()
 
 
+def state_yarn(config: TransformerConfig, args: Any) -> None:
+    """Gives the config what YaRN hangs on for heads.
+
+    source: Megatron-LM megatron/training/argument_utils.py (_apply_yarn_config_from_args) of August 2026
+    """
+    config.yarn_rotary_scaling_factor = args.rotary_scaling_factor
+    config.yarn_original_max_position_embeddings = args.yarn_original_max_position_embeddings
+    config.yarn_beta_fast, config.yarn_beta_slow = args.yarn_beta_fast, args.yarn_beta_slow
+    config.yarn_mscale, config.yarn_mscale_all_dim = args.mscale, args.mscale_all_dim
+    config.yarn_correction_range_round_to_int = args.yarn_correction_range_round_to_int
+
+
 def pretend() -> None:
     """Answers for CPUs what Megatron asks of an accelerator."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -152,6 +173,11 @@ def pretend() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
+    # The mask of a window is made on an accelerator.
+    ones = torch.ones
+    torch.ones = lambda *size, device=None, **words: ones(  # type: ignore[assignment, misc]
+        *size, device=None if device == "cuda" else device, **words
+    )
     # 0.16.1 asks for this name even where Transformer Engine is not installed.
     moe_utils.te_general_gemm = None
     allow_local_latent()

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepseek_maker
 import delta_maker
+import gpt_oss_maker
 import moe_maker
 import pytest
 import torch
@@ -57,6 +58,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     # Fewer groups of heads than tensor-parallel ranks.
     "one_group": lambda: moe_maker.qwen(3, num_key_value_heads=1),
     "delta_nets_one_group": lambda: delta_maker.model(num_key_value_heads=1),
+    "gpt_oss": gpt_oss_maker.model,
+    "gpt_oss_unscaled": lambda: gpt_oss_maker.model(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, sliding_window=9
+    ),
+    "gpt_oss_windows": lambda: gpt_oss_maker.model(
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=gpt_oss_maker.YARN | {"truncate": True},
+    ),
+    "yarn_of_heads": lambda: moe_maker.qwen(3, rope_parameters=gpt_oss_maker.YARN),
     "tied": lambda: moe_maker.qwen(3, tie_word_embeddings=True, num_experts=2, num_experts_per_tok=1),
 }
 

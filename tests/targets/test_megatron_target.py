@@ -169,7 +169,7 @@ def test_degrees_that_do_not_divide_name_those_that_do(tmp_path: Path) -> None:
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "biases"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_scaling"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "window"),
     ],
 )
@@ -282,7 +282,7 @@ TO_HF = ("convert", "--to", "hf", "--vocab-size", "200")
         ("llama", {"mtp_num_layers": 1}),
         ("llama", {"heterogeneous_layers_config_encoded_json": "{}"}),
         ("llama", {"window_size": (4, 1)}),
-        ("llama", {"window_size": (4, 0), "window_attn_skip_freq": 2}),
+        ("llama", {"window_attn_skip_freq": 2, "window_size": (4, 0)}),
         ("llama_biases", {"window_size": (4, 0)}),
     ],
 )

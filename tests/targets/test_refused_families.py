@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_refused
 
 
-@pytest.mark.parametrize("to", ["megatron", "megatron:legacy", "gpt_neox"])
+@pytest.mark.parametrize("to", ["gpt_neox"])
 def test_gpt_oss_is_refused_by_its_features(to: str, tmp_path: Path) -> None:
     gpt_oss_maker.model().save_pretrained(tmp_path / "in")
     command = ("convert", "--to", to)

@@ -264,6 +264,9 @@ def write(
     if "delta" in of.attentions:
         # Without it the class takes every fourth layer for one with heads.
         values["layer_types"] = _list_layer_types(model, values["num_hidden_layers"])
+    if of.window == "set" and model.window is None:
+        # Without it the class takes some layers for windowed ones.
+        values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
     if _ROPES & of.defaults.keys() and values["rope_scaling"] is None:
         # Without it the class scales them.
         values["rope_scaling"] = {"rope_type": "default"}

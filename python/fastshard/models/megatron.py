@@ -13,8 +13,7 @@ from ..common import codes
 from ..common.errors import Finding
 from ..common.records import dataclass, replace
 from ..layouts.declaration import Evidence
-from . import config_fields, unsupported
-from .config_fields import refused
+from . import config_fields, megatron_heads, unsupported
 from .megatron_mixtures import (
     find_contradictions,
     has_delta_table,
@@ -50,6 +49,8 @@ from .model import (
     Lack,
     Model,
     Rope,
+    change_layers,
+    take_window,
     unstated,
 )
 from .unsupported import Says
@@ -101,10 +102,12 @@ _WORDS = {
     "rope.base": "rotary_base",
     "rope.scaling": "use_rope_scaling",
     "window": "window_size",
+    "sinks": megatron_heads.SOFTMAX,
     "biases": "add_bias_linear",
     "qk_norm": "qk_layernorm",
     "experts": "num_experts",
     "eps": "norm_epsilon",
+    "experts.router_bias": "add_bias_linear",
     "experts.normalised": "moe_router_pre_softmax",
     "experts.scores": "moe_router_score_function",
     "experts.correction": "moe_router_enable_expert_bias",
@@ -183,6 +186,8 @@ SETTINGS = frozenset(
         *OF_INDEXER.values(),
         DELTA_VALUES,
         "linear_attention_freq",
+        *(argument for argument, _ in megatron_heads.YARN.values()),
+        megatron_heads.ROUNDED,
     }
 )
 _NONE = (False, False, False, False)
@@ -192,10 +197,11 @@ LLAMA = Says(
     kind="Llama",
     activations=("silu",),
     shares=None,
-    scalings=("default", "llama3"),
+    scalings=("default", "llama3", "yarn"),
     fixed=tuple(LLAMA3_SCALING.items()),
     whole_base=True,
     window=True,
+    windowed_layers="any",
     biases=(*_ATTENTION_BIASES, (True, True, True, True)),
     qk_norm=(False, True),
 )
@@ -211,11 +217,28 @@ MIXTRAL = replace(
     shared_gate=(False, True),
     dense_layers="any",
 )
+#: The same with biases everywhere, sinks, and an activation of its own.
+GPT_OSS = replace(
+    MIXTRAL,
+    kind="gpt-oss",
+    families=("gpt_oss",),
+    activations=(megatron_heads.CLAMPED_SWIGLU,),
+    scalings=("default", "yarn"),
+    biases=((True, True, True, True),),
+    qk_norm=(False,),
+    sinks=(True,),
+    router_bias=(True,),
+    unnormalised=False,
+    shared_experts=False,
+    shared_gate=(False,),
+    dense_layers="none",
+)
 #: The same with gated delta nets in some layers, and a gate on what heads give in the others.
 QWEN3_NEXT = replace(
     MIXTRAL,
     kind="Qwen3-Next",
     families=("qwen3_next", "qwen3_5"),
+    scalings=("default", "llama3"),
     window=False,
     attentions=("heads", "delta"),
     output_gate=(True,),
@@ -225,6 +248,7 @@ QWEN3_NEXT = replace(
 QWEN3_5 = replace(
     LLAMA,
     kind="Qwen3.5",
+    scalings=("default", "llama3"),
     window=False,
     biases=_ATTENTION_BIASES,
     attentions=("heads", "delta"),
@@ -297,17 +321,22 @@ class Megatron:
         linear, qkv = facts["linear_bias"], facts["qkv_bias"]
         norm = str(values.get("normalization") or "LayerNorm")
         gated = facts.get("gated")
-        window, some = window_of(values)
+        window, full_layers, some = megatron_heads.read_windows(values)
         rope = Rope(real("rope.base", "rotary_base", 10000), real("rope.share", "rotary_percent", 1.0))
         latent = read_flag(values, "multi_latent_attention")
         if latent:
             rope, unlike = read_rope_of_latent(values, rope)
+            some = [*some, *unlike]
+        elif values.get("position_embedding_type") == "yarn":
+            rope, unlike = megatron_heads.read_yarn(values, rope)
             some = [*some, *unlike]
         elif read_flag(values, "use_rope_scaling"):
             factor = real("rope.scaling", "rope_scaling_factor", 8.0)
             rope = Rope(rope.base, rope.share, "llama3", {"factor": factor, **LLAMA3_SCALING})
         # source: transformer_config.py, moe_router_topk = 2
         experts = read_experts(values, whole("experts.best", "moe_router_topk", 2)) if facts["moe"] else None
+        if experts is not None:
+            experts = replace(experts, router_bias=facts["router_bias"])
         attention = Attention(
             "latent" if latent else "heads",
             window=window,
@@ -315,20 +344,22 @@ class Megatron:
             grouped=evidence.axes.get("r", 1) > 1,
             latent_queries=latent and values.get("q_lora_rank") is not None,
             output_gate=read_flag(values, "attention_output_gate"),
+            sinks=facts["sinks"],
             indexed=read_indexed(values),
         )
+        blocks = list_blocks(values, Block(attention, experts, (qkv, linear, linear, linear)))
+        layers = evidence.axes.get("L", 0) - count_further_layers(values)
         model = Model(
             framework=self.name,
             family=evidence.family,
             norm=norm,
             eps=real("eps", "norm_epsilon", 1e-5),
             gated=gated,
-            # Of the functions of a plain one no layout here has a place.
-            activation="silu" if gated else "gelu",
+            activation=_name_activation(values, gated),
             unknown={} if gated is not None else {"activation": unstated("swiglu", "")},
             positions=_positions(values),
             rope=rope,
-            blocks=list_blocks(values, Block(attention, experts, (qkv, linear, linear, linear))),
+            blocks=change_layers(blocks, full_layers, layers, take_window(None)),
             further_layers=count_further_layers(values),
             tied=facts["tied"],
             max_positions=whole("max_positions", "max_position_embeddings", 4096),
@@ -337,6 +368,7 @@ class Megatron:
                 *_besides(values),
                 *some,
                 *list_lacks_of_indexer(values),
+                *megatron_heads.list_lacks_of_activation(values),
                 *(list_lacks_of_routing(values) if experts else ()),
             ),
             words=_WORDS,
@@ -368,7 +400,7 @@ class Megatron:
             **(write_latent(model, axes) if is_latent(model) else _write_heads(model, axes)),
             "max_position_embeddings": positions,
             "seq_length": positions,
-            "swiglu": True,
+            "swiglu": model.activation != megatron_heads.CLAMPED_SWIGLU,
             "normalization": "RMSNorm",
             "norm_epsilon": 1e-6 if model.eps is None else model.eps,
             "apply_layernorm_1p": has_delta_table(model),
@@ -383,9 +415,13 @@ class Megatron:
             "attention_dropout": (model.config or {}).get("attention_dropout", 0.0),
             "tokenizer_type": "HuggingFaceTokenizer",
         }
-        if (window := model.attention.window) is not None:
-            # Positions to the left besides the token itself, and to the right.
-            out["window_size"] = (window - 1, 0)
+        out |= megatron_heads.write_windows(model, layers)
+        if model.activation == megatron_heads.CLAMPED_SWIGLU:
+            out |= megatron_heads.CLAMPED
+        if model.attention.sinks:
+            out[megatron_heads.SOFTMAX] = megatron_heads.LEARNABLE
+        if model.rope.kind == "yarn" and not is_latent(model):
+            out |= megatron_heads.write_yarn(model.rope, model.max_positions)
         written = ["eps", "max_positions", "rope.base", "rope.share", "rope.scaling"]
         if has_delta_table(model):
             out |= write_delta(model, axes)
@@ -438,9 +474,10 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
     """
-    kinds = [LLAMA, MIXTRAL, DEEPSEEK, GLM, QWEN3_NEXT, QWEN3_5]
+    kinds = [LLAMA, MIXTRAL, GPT_OSS, DEEPSEEK, GLM, QWEN3_NEXT, QWEN3_5]
     unsupported.refuse("Megatron-LM", kinds, model)
-    lacking = [*list_lacks_of_mixture(model), *list_lacks_of_yarn(model.rope)]
+    of_yarn = list_lacks_of_yarn if is_latent(model) else megatron_heads.list_lacks_of_yarn
+    lacking = [*list_lacks_of_mixture(model), *(of_yarn(model.rope) if model.rope.kind == "yarn" else ())]
     if lacking := [*lacking, *list_lacks_of_further_layers(model)]:
         kind = next(kind for kind in kinds if model.family in kind.families)
         raise unsupported.refused("Megatron-LM", kind, lacking)
@@ -459,46 +496,24 @@ def facts_of(model: Model) -> dict[str, bool]:
         "mla": is_latent(model),
         "q_lora": model.attention.latent_queries,
         "indexed": model.attention.indexed is not None,
+        "sinks": model.attention.sinks,
+        "router_bias": model.experts is not None and model.experts.router_bias,
         "router_correction": model.experts is not None and model.experts.correction,
         "shared_experts": model.experts is not None and model.experts.shared,
         "shared_gate": model.experts is not None and model.experts.shared_gate,
     }
 
 
+def _name_activation(args: Mapping[str, Any], gated: bool | None) -> str:
+    """Return the activation by transformers' name. Of a plain MLP no layout here has a place for it."""
+    if args.get("quick_geglu"):
+        return megatron_heads.CLAMPED_SWIGLU
+    return "silu" if gated else "gelu"
+
+
 def _positions(args: Mapping[str, Any]) -> str:
     kind = args.get("position_embedding_type") or "rope"
-    return "rotary" if kind == "rope" else str(kind)
-
-
-def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
-    """Return the number of positions that attention sees, and the unsupported parts of a window.
-
-    The token itself counts. The argument has the positions to the left without the token, and those to the
-    right; -1 is all of them.
-    source: megatron/core/transformer/transformer_config.py (window_size)
-
-    Raises:
-        FastshardError: ``FS211`` if it is not a pair of integers.
-    """
-    value = args.get("window_size")
-    if value is None:
-        return None, []
-    if (
-        not isinstance(value, (list, tuple))
-        or len(value) != 2
-        or any(isinstance(n, bool) or not isinstance(n, int) or n >= 1 << 48 for n in value)
-    ):
-        raise refused(f"{LABEL}window_size", "a pair of integers", value)
-    left, right = value
-    if left < 0 and right <= 0:
-        return None, []
-    found = []
-    every = args.get("window_attn_skip_freq")
-    if right > 0:
-        found.append(Lack("window_size", "none to the right", str(value)))
-    if every is not None and not (isinstance(every, list) and all(n == 1 for n in every)):
-        found.append(Lack("window_attn_skip_freq", "None: in all layers", str(every)[:80]))
-    return int(left) + 1, found
+    return "rotary" if kind in ("rope", "yarn") else str(kind)
 
 
 #: Of these, what the table of models with gated delta nets describes.
@@ -521,6 +536,7 @@ def _besides(args: Mapping[str, Any]) -> list[Lack]:
     described = _OF_DELTA_TABLE if is_delta(args) else frozenset[str]()
     if is_indexed(args):
         described = frozenset({VARIANT})
+    described |= megatron_heads.list_described(args)
     return [
         Lack(key, str(next(iter(values), None)), str(args[key])[:80])
         for key, values in _NEUTRAL.items()

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..common.config_text import shown
 from ..layouts import tables
+from . import megatron_heads
+from .huggingface import rope_of
 from .megatron import OF_CONFIG, SETTINGS, UNTIED
 from .megatron_mixtures import YARN
 from .megatron_sizes import DELTA_VALUES, MOST_LAYERS, OF_DELTA, OF_INDEXER
@@ -37,8 +39,8 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
             Lack("rope_parameters by kinds of layers", "one set", shown(settings["rope_by_layers"]))
         )
     is_latent = config.get("kv_lora_rank") is not None
-    if kind not in ("default", "llama3") and not (is_latent and kind == "yarn"):
-        lacking.append(Lack("rope_scaling", "default | llama3", kind))
+    if kind not in ("default", "llama3", "yarn"):
+        lacking.append(Lack("rope_scaling", "default | llama3 | yarn", kind))
     if isinstance(window, list):
         lacking.append(Lack("sliding window in some layers", "none", ", ".join(window)))
     found = {key: settings[name] for name, key in OF_CONFIG.items() if name in settings}
@@ -55,6 +57,12 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found |= {"rope_scaling_factor": settings["rope.factor"]} if "rope.factor" in settings else {}
     if "sliding_window" in settings and not isinstance(window, list):
         found["window_size"] = None if window is None else (window - 1, 0)
+        if of is not None and of.window == "set":
+            found |= _read_windowed_layers(settings)
+    if of is not None and of.activation == megatron_heads.CLAMPED_SWIGLU:
+        found |= {"swiglu": False, **megatron_heads.CLAMPED}
+    if of is not None and of.sinks:
+        found[megatron_heads.SOFTMAX] = megatron_heads.LEARNABLE
     if isinstance(tied := config.get("tie_word_embeddings"), bool):
         found[UNTIED] = not tied
     if is_latent:
@@ -65,11 +73,25 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found |= of_latent
         lacking += unlike
     else:
+        if kind == "yarn":
+            rope, _ = rope_of(config)
+            found |= megatron_heads.write_yarn(rope, settings.get("max_position_embeddings"))
+            lacking += megatron_heads.list_lacks_of_yarn(rope)
         found |= _read_config_of_delta(config, settings)
         found |= _read_config_of_experts(config, settings) if "experts" in settings else {}
     if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
         lacking.append(Lack("hidden_act", "silu", shown(act)))
     return found, lacking
+
+
+def _read_windowed_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read which layers have a window, as the argument: every second one if no list says so."""
+    layers, kinds = _count_layers(settings), settings.get("layer_types")
+    if isinstance(kinds, list):
+        return {megatron_heads.SKIPPED: [int(kind == "sliding_attention") for kind in kinds]}
+    if layers is None:
+        return {}
+    return {megatron_heads.SKIPPED: [int(layer % 2 == 0) for layer in range(layers)]}
 
 
 def _count_layers(settings: Mapping[str, Any]) -> int | None:

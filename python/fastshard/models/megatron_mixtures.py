@@ -11,6 +11,7 @@ from typing import Any
 
 from ..common.config_text import shown
 from . import config_fields
+from .megatron_heads import LEARNABLE, SOFTMAX
 from .megatron_sizes import (
     DELTA_NET,
     DELTA_VALUES,
@@ -180,6 +181,9 @@ def find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> l
     found = []
     if facts.get("router_correction") and args.get("moe_router_enable_expert_bias") is False:
         found.append(Lack("moe_router_enable_expert_bias", "True: the files have a bias of experts", "False"))
+    if facts.get("sinks") and args.get(SOFTMAX) not in (None, LEARNABLE):
+        expected = f"{LEARNABLE}: the files have a score of each head"
+        found.append(Lack(SOFTMAX, expected, str(args[SOFTMAX])[:80]))
     if facts.get("qk_norm") and args.get("qk_layernorm") is False:
         found.append(Lack("qk_layernorm", "True: the files have norms of queries and keys", "False"))
     if facts.get("mla") and args.get("qk_layernorm") is False:
@@ -238,8 +242,6 @@ def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
     source: megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py; transformers
     modeling_rope_utils.py (_compute_yarn_parameters)
     """
-    if rope.kind != "yarn":
-        return []
     known = {*YARN, "mscale", "mscale_all_dim", "rope_type", "type", "rope_theta", "truncate"}
     known |= {"partial_rotary_factor"}
     scaling = {key: value for key, value in rope.scaling.items() if value is not None}

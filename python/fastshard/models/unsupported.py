@@ -47,7 +47,7 @@ class Says:
     shares: Collection[float] | None = (1.0,)
     #: Kinds of scaled rotary embeddings.
     scalings: Collection[str] | None = None
-    #: Values that a scaling must have.
+    #: Values that the scaling of Llama 3 must have.
     fixed: tuple[tuple[str, float], ...] = ()
     #: The base of the rotary embedding is an integer.
     whole_base: bool = False
@@ -140,7 +140,7 @@ class Says:
             word = model.word("rope.scaling", "scaling of rotary embeddings")
             yield Lack(word, " | ".join(self.scalings), rope.kind)
         else:
-            for key, value in self.fixed if rope.kind != "default" else ():
+            for key, value in self.fixed if rope.kind == "llama3" else ():
                 if rope.scaling.get(key, value) != value:
                     word = model.word("rope.scaling", "scaling of rotary embeddings")
                     yield Lack(f"{word} ({key})", f"{value:g}", str(rope.scaling[key]))

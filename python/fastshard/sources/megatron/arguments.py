@@ -15,7 +15,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
 from ...layouts import tables
 from ...layouts.declaration import Description, Evidence, Source
-from ...models import config_json, megatron, megatron_config, megatron_sizes
+from ...models import config_json, megatron, megatron_config, megatron_heads, megatron_sizes
 from ...models.model import Lack, Model
 from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json
 from ...models.repeated_settings import find_repeated_spellings
@@ -235,10 +235,12 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
     return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
 
 
-def _find_family(layout: str | None, *, moe: bool, latent: bool) -> str:
+def _find_family(layout: str | None, *, moe: bool, latent: bool, sinks: bool) -> str:
     """Return the family of models whose hub the tensors meet."""
     if layout == megatron_sizes.DELTA_TABLE:
         return "qwen3_next" if moe else "llama"
+    if moe and sinks:
+        return "gpt_oss"
     return "deepseek_v3" if latent else "mixtral" if moe else "llama"
 
 
@@ -287,8 +289,10 @@ def describe(
     moe, mixed = mixture(args, names), layout in megatron_sizes.MIXED_TABLES
     latent = mixed and bool(args.get("multi_latent_attention"))
     source.binding.axes = megatron_sizes.axes_of_mixed(args) if mixed else megatron_sizes.axes_of(args, moe)
+    sinks = args.get(megatron_heads.SOFTMAX) == megatron_heads.LEARNABLE
+    sinks = sinks or any(name.endswith("self_attention.core_attention.softmax_offset") for name in names)
     source.model = Description(
-        _find_family(layout, moe=moe, latent=latent),
+        _find_family(layout, moe=moe, latent=latent, sinks=sinks),
         dict(args),
         dialect=Unnamed(lacking[0]) if lacking else megatron.Megatron(required_class),
     )
@@ -323,6 +327,10 @@ def describe(
         "mla": latent,
         "q_lora": latent and args.get("q_lora_rank") is not None,
         "indexed": has("core_attention.indexer.linear_wq_b.weight") or megatron_sizes.is_indexed(args),
+        "sinks": sinks,
+        # Versions that state the kind of softmax have a bias here, too, where other layers have one.
+        "router_bias": has("mlp.router.bias")
+        or (moe and states("add_bias_linear") and args.get(megatron_heads.SOFTMAX) is not None),
         "router_correction": has("mlp.router.expert_bias") or states("moe_router_enable_expert_bias"),
         "shared_experts": has("mlp.shared_experts.linear_fc2.weight")
         or states("moe_shared_expert_intermediate_size"),
@@ -352,6 +360,5 @@ def describe(
             heads = [layer for layer in main if layer not in delta]
             sets |= {"delta": delta, "main_full": heads, "full": [*heads, *further]}
         source.binding.sets = {name: ("L", layers) for name, layers in sets.items()}
-    gated = args.get("swiglu")
-    if isinstance(gated, bool):
+    if (gated := megatron_heads.is_gated(args)) is not None:
         source.binding.facts["gated"] = gated

@@ -1,0 +1,187 @@
+"""Megatron-LM's terms for attention of heads: windows, sinks and YaRN; and for the activation of gpt-oss.
+
+source: Megatron-LM megatron/core/transformer/{transformer_config,utils,dot_product_attention,mlp}.py,
+megatron/core/models/gpt/gpt_model.py, megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py,
+megatron/training/argument_utils.py (_apply_yarn_config_from_args)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.config_text import shown
+from . import config_fields
+from .config_fields import refused
+from .megatron_sizes import LABEL, MOST_LAYERS, read_flag, read_real, size
+from .model import Lack, Model, Rope
+
+#: Arguments of YaRN, by transformers' keys, and Megatron's defaults.
+YARN: dict[str, tuple[str, float]] = {
+    "factor": ("rotary_scaling_factor", 1.0),
+    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
+}
+#: Arguments of YaRN besides these.
+ROUNDED, MSCALES = "yarn_correction_range_round_to_int", ("mscale", "mscale_all_dim")
+#: transformers' name of an MLP whose gate is ``x * sigmoid(1.702 x)`` below 7, and whose other factor is from
+#: -7 to 7, plus 1. source: transformers models/gpt_oss (GptOssExperts)
+CLAMPED_SWIGLU = "clamped_swiglu"
+#: The same as arguments. source: megatron/core/fusions/fused_bias_geglu.py (quick_gelu)
+CLAMPED = {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+#: The argument for one more score of each head in its softmax, and its value for one that is trained.
+SOFTMAX, LEARNABLE = "softmax_type", "learnable"
+#: The argument for the layers that have a window.
+SKIPPED = "window_attn_skip_freq"
+
+
+def read_windows(args: Mapping[str, Any]) -> tuple[int | None, list[int], list[Lack]]:
+    """Return the number of positions that attention sees, the layers that see all, and what is not supported.
+
+    The token itself counts. The argument has the positions to the left without the token, and those to the
+    right; -1 is all of them. None is returned for all positions in every layer.
+
+    Raises:
+        FastshardError: ``FS211`` if it is not a pair of integers.
+    """
+    value = args.get("window_size")
+    if value is None:
+        return None, [], []
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) or n >= 1 << 48 for n in value)
+    ):
+        raise refused(f"{LABEL}window_size", "a pair of integers", value)
+    left, right = value
+    if left < 0 and right <= 0:
+        return None, [], []
+    lacking = [] if right <= 0 else [Lack("window_size", "none to the right", str(value))]
+    full = _list_full_layers(args)
+    if full is None:
+        expected = "None, a number, or one number for each of num_layers"
+        lacking.append(Lack(SKIPPED, expected, str(args[SKIPPED])[:80]))
+    return int(left) + 1, full or [], lacking
+
+
+def _list_full_layers(args: Mapping[str, Any]) -> list[int] | None:
+    """List the layers that see all positions although there is a window; None for a pattern that is none.
+
+    source: megatron/core/transformer/utils.py (is_layer_window_attention)
+    """
+    layers, every = size(args, "num_layers") or 0, args.get(SKIPPED)
+    if every is None:
+        return []
+    if layers > MOST_LAYERS:
+        return None
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return [layer for layer in range(layers) if (layer + 1) % every == 0]
+    if isinstance(every, list) and len(every) == layers and all(one in (0, 1) for one in every):
+        return [layer for layer, one in enumerate(every) if not one]
+    return None
+
+
+def write_windows(model: Model, layers: int) -> dict[str, Any]:
+    """Return the arguments of a model's windows; none for a model without them."""
+    if model.window is None:
+        return {}
+    # Positions to the left besides the token itself, and to the right.
+    out: dict[str, Any] = {"window_size": (model.window - 1, 0)}
+    windowed = model.windowed_layers
+    return out if windowed is None else {**out, SKIPPED: [int(layer in windowed) for layer in range(layers)]}
+
+
+def read_yarn(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
+    """Return the rotary embedding of heads that YaRN scales, and what no other framework has of it.
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    scaling: dict[str, Any] = {key: read_real(args, *argument) for key, argument in YARN.items()}
+    scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+    if args.get(ROUNDED) is not None and not read_flag(args, ROUNDED):
+        scaling["truncate"] = False
+    some, every = (_read_mscale(args, key, default) for key, default in zip(MSCALES, (1.0, 0.0), strict=True))
+    if some and every:
+        scaling |= {"mscale": some, "mscale_all_dim": every}
+    elif (some, every) != (1.0, 0.0):
+        factor = scaling["factor"]
+        scaling["attention_factor"] = _scale(factor, some) / _scale(factor, every)
+    lacking = [] if rope.share == 1 else [Lack("rotary_percent", "1.0 with YaRN", f"{rope.share:g}")]
+    return Rope(rope.base, 1.0, "yarn", scaling), lacking
+
+
+def _read_mscale(args: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a factor of the attention's scale, which may be 0."""
+    return 0.0 if args.get(key) == 0 and args.get(key) is not False else read_real(args, key, default) or 0.0
+
+
+def _scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def write_yarn(rope: Rope, max_positions: int | None) -> dict[str, Any]:
+    """Return the arguments of YaRN for an embedding that :func:`list_lacks_of_yarn` passes.
+
+    Raises:
+        FastshardError: ``FS211`` for an invalid value.
+    """
+    scaling = {
+        "original_max_position_embeddings": max_positions,
+        **{key: value for key, value in rope.scaling.items() if value is not None},
+    }
+    out: dict[str, Any] = {"position_embedding_type": "yarn"}
+    for key, (argument, default) in YARN.items():
+        out[argument] = config_fields.positive_number(scaling, key, default)
+    has_both = scaling.get("mscale") and scaling.get("mscale_all_dim")
+    mscales = (
+        [config_fields.positive_number(scaling, key, 1.0) for key in MSCALES] if has_both else (1.0, 0.0)
+    )
+    return {**out, ROUNDED: scaling.get("truncate", True), **dict(zip(MSCALES, mscales, strict=True))}
+
+
+def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
+    """List what the YaRN of a model with heads has and Megatron-LM's lacks.
+
+    source: transformers modeling_rope_utils.py (_compute_yarn_parameters)
+    """
+    known = {*YARN, *MSCALES, "rope_type", "type", "rope_theta", "truncate", "attention_factor"}
+    known |= {"partial_rotary_factor"}
+    scaling = {key: value for key, value in rope.scaling.items() if value is not None}
+    lacking = [
+        Lack(f"rope_scaling ({key})", "none", shown(scaling[key])) for key in sorted(scaling.keys() - known)
+    ]
+    if rope.share != 1:
+        lacking.append(Lack("share of a head that is rotated", "1 with YaRN", f"{rope.share:g}"))
+    factor, scale = scaling.get("factor"), scaling.get("attention_factor")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        lacking.append(Lack("rope_scaling (factor)", "a number", shown(factor)))
+    elif scale is not None and not math.isclose(float(scale), _scale(factor, 1.0), rel_tol=1e-6):
+        expected = f"{_scale(factor, 1.0):.7g}, which Megatron-LM computes from the factor"
+        lacking.append(Lack("rope_scaling (attention_factor)", expected, shown(scale)))
+    return lacking
+
+
+def list_lacks_of_activation(args: Mapping[str, Any]) -> list[Lack]:
+    """List what an MLP with a quick GELU has otherwise than that of gpt-oss, the only one known elsewhere."""
+    if not args.get("quick_geglu"):
+        return []
+    return [
+        Lack(key, f"{value} with quick_geglu", str(args.get(key))[:80])
+        for key, value in CLAMPED.items()
+        if args.get(key) != value
+    ]
+
+
+def is_gated(args: Mapping[str, Any]) -> bool | None:
+    """Return True if the MLP has a gate; None if the arguments do not state it."""
+    flags = [args.get(key) for key in ("swiglu", "quick_geglu") if isinstance(args.get(key), bool)]
+    return any(flags) if isinstance(args.get("swiglu"), bool) else True if any(flags) else None
+
+
+def list_described(args: Mapping[str, Any]) -> frozenset[str]:
+    """Return the arguments of these that a model's description has words for."""
+    of_activation = frozenset(CLAMPED) if args.get("quick_geglu") else frozenset[str]()
+    return of_activation | ({SOFTMAX} if args.get(SOFTMAX) == LEARNABLE else frozenset())
