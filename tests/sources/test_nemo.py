@@ -198,7 +198,7 @@ def test_settings_that_contradict_the_shards_are_refused(
         ({"normalization": "LayerNorm"}, "normalization"),
         ({"layernorm_zero_centered_gamma": True}, "apply_layernorm_1p"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
-        ({"position_embedding_type": "yarn"}, "position_embedding_type"),
+        ({"position_embedding_type": "yarn"}, "rotary_scaling_factor"),
         ({"rotary_interleaved": True}, "rotary_interleaved"),
         ({"seq_len_interpolation_factor": 4.0}, "rotary_seq_len_interpolation_factor"),
         ({"no_rope_freq": [0, 0, 1, 0]}, "no_rope_freq"),

@@ -11,6 +11,7 @@ import gpt_oss_maker
 import moe_maker
 import pytest
 import torch
+import yaml
 from helpers import assert_refused, cli, edit_pt, load_pt
 from megatron_trips import convert, same, to_hf
 from safetensors.torch import load_file
@@ -125,6 +126,7 @@ def test_sinks_that_every_rank_lacks_are_named(run: Path, tmp_path: Path) -> Non
         ({"window_attn_skip_freq": [1, 0]}, "window_attn_skip_freq"),
         ({"window_size": (4, 2)}, "window_size"),
         ({"rotary_percent": 0.5}, "rotary_percent"),
+        ({"rotary_scaling_factor": None}, "rotary_scaling_factor"),
         ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax"),
     ],
 )
@@ -150,13 +152,14 @@ def test_arguments_of_another_model_are_refused(
         ({"mscale": 0.5, "mscale_all_dim": 0.5}, "mscale_all_dim", 0.5),
         ({"yarn_beta_fast": 16.0}, "beta_fast", 16.0),
         ({"yarn_beta_fast": None}, "beta_fast", 32.0),
+        ({"rotary_scaling_factor": 1.0}, "rope_type", "default"),
     ],
 )
 def test_arguments_are_read(args: dict[str, Any], key: str, value: Any, run: Path, tmp_path: Path) -> None:
     other = change_args(run, tmp_path / "run", **args)
     to_hf(other, tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())
-    config |= config.get("rope_parameters") or config["rope_scaling"]
+    config |= config.get("rope_parameters") or config.get("rope_scaling") or {}
     assert config.get(key) == pytest.approx(value) if isinstance(value, float) else config.get(key) == value
 
 
@@ -206,5 +209,53 @@ def test_other_models_with_yarn_go_there_and_back(tmp_path: Path) -> None:
     args = vars(load_pt(tmp_path / "megatron/release/common.pt")["args"])
     assert (args["position_embedding_type"], args["rotary_scaling_factor"]) == ("yarn", 4.0)
     same(to_hf(tmp_path / "megatron", tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+def test_the_fields_of_megatron_bridge_are_read(tmp_path: Path) -> None:
+    """Its settings are in a YAML file, by the fields of its provider."""
+    model = gpt_oss_maker.model()
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "torch_dist", "--tp", 2)
+    folder = tmp_path / "bridge/iter_0000001"
+    folder.parent.mkdir()
+    (tmp_path / "megatron/release").rename(folder)
+    edit_pt(folder / "common.pt", lambda common: common.pop("args"))
+    fields = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "moe_ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_pre_softmax": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-5,
+        "gated_linear_unit": True,
+        "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False},
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": [4, 0],
+        "window_attn_skip_freq": 2,
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "yarn",
+        "rotary_base": 150000,
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 16,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_correction_range_round_to_int": False,
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "seq_length": 64,
+    }
+    (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": fields}))
+    same(to_hf(folder.parent, tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))

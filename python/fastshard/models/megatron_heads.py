@@ -110,6 +110,11 @@ def read_yarn(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
         factor = scaling["factor"]
         scaling["attention_factor"] = _scale(factor, some) / _scale(factor, every)
     lacking = [] if rope.share == 1 else [Lack("rotary_percent", "1.0 with YaRN", f"{rope.share:g}")]
+    if args.get(YARN["factor"][0]) is None:
+        lacking.append(Lack(YARN["factor"][0], "a number with YaRN", "None"))
+    elif scaling["factor"] == 1:
+        # Rotations are those without it, and so is the attention's scale.
+        return Rope(rope.base), lacking
     return Rope(rope.base, 1.0, "yarn", scaling), lacking
 
 

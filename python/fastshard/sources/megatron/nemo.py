@@ -5,7 +5,7 @@
 of ``_target_`` are texts: nothing is imported.
 source: NeMo nemo/lightning/ckpt_utils.py, nemo/lightning/io/mixin.py (`_io_dump_yaml`),
     nemo/lightning/io/pl.py (`MegatronCheckpointIO`), nemo/collections/llm/gpt/model/{base,llama}.py;
-    Megatron-Bridge src/megatron/bridge/training/checkpointing.py
+    Megatron-Bridge src/megatron/bridge/training/checkpointing.py, models/gpt_oss/gpt_oss_bridge.py
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ _RENAMED = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
 }
 _SIZES = (
     "num_layers",
@@ -247,13 +250,16 @@ def _is_routing(name: str) -> bool:
 
 
 def _activation(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
-    """Set ``swiglu``; report the function of a gated projection if it is not the one that this means."""
+    """Set ``swiglu`` or ``quick_geglu``; report another function of a gated projection."""
     gated = config.get("gated_linear_unit")
     if gated is not None:
         args["swiglu"] = gated
     given = config.get("activation_func")
     function = str(as_dict(given).get("_target_") or given or "not stated")
     is_silu = function.rpartition(".")[2] in ("silu", "swish")
+    if gated and function.rpartition(".")[2] == "quick_gelu":
+        args |= {"swiglu": False, "quick_geglu": True}
+        return []
     # Without either nothing is stated, and the shapes decide whether there is a gate.
     if is_silu or gated is False or (gated is None and given is None):
         return []
