@@ -39,7 +39,9 @@ def main(folder: str, *steps: str) -> int:
     for step in steps:
         passed, failed, skipped = counted(logs, step)
         ended = logs / f"{step}.ended"
-        _, seconds, code = ended.read_text().split() if ended.exists() else (step, "-", "not run")
+        words = ended.read_text().split() if ended.exists() else []
+        # A step that was stopped while it ended leaves an empty file.
+        seconds, code = words[1:] if len(words) == 3 else ("-", "not run")
         worst |= code != "0"
         print(
             f"{step:<12}{seconds:>8}{passed or '':>8}{failed or '':>8}{sum(skipped.values()) or '':>8}"

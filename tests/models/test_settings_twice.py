@@ -300,8 +300,8 @@ def test_what_no_argument_states_is_refused_where_it_matters(
 ) -> None:
     source = tmp_path / "megatron"
     assert cli("convert", mistral, source, "--to", "megatron:legacy").code == 0
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
-    given = write_config(mistral, tmp_path / "given.json", rope_parameters=yarn)
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    given = write_config(mistral, tmp_path / "given.json", rope_parameters=scaled)
     to = () if verb == "merge" else ("--to", "hf")
     ran = cli(verb, source, tmp_path / "out", *to, "--config", given)
     assert ran.code == (0 if verb == "merge" else 2), ran.out

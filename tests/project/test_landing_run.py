@@ -35,6 +35,14 @@ def test_a_command_that_fails_in_the_middle_of_a_step_fails_the_run(
     assert "went on" not in ran.stdout and ("FAILED" in ran.stdout) == (wrong is not None), ran.stdout
 
 
+def test_a_step_that_was_stopped_while_it_ended_did_not_run(tmp_path: Path) -> None:
+    (tmp_path / "lint.ended").write_text("lint 3 0\n")
+    (tmp_path / "docs.ended").touch()
+    words = [sys.executable, ROOT / ".ci/table.py", tmp_path, "lint", "docs"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and re.search(r"^docs +-  +FAILED \(not run\)$", ran.stdout, re.M), ran.stdout
+
+
 @pytest.mark.skipif(shutil.which("cargo") is None, reason="the package is installed without Cargo")
 def test_the_wheel_and_the_tests_of_the_core_share_what_is_compiled() -> None:
     """A dependency with another feature in one of them is compiled twice, and the core after it."""

@@ -184,7 +184,11 @@ CASES: dict[str, tuple[Callable[[Path, Index], str | None], int, str]] = {
     "names in the index lack the prefix `model.`": (prefix_in_index, 0, "FS115 warning"),
     "names in the files lack the prefix `model.`": (prefix_in_files, 0, "FS115 warning"),
     "a name occurs twice in the index": (name_twice, 0, "-"),
-    "a shard of another number (`-of-00007`) is in the folder": (shard_of_another_division, 0, "FS108 warning"),
+    "a shard of another number (`-of-00007`) is in the folder": (
+        shard_of_another_division,
+        0,
+        "FS108 warning",
+    ),
 }
 
 
