@@ -11,12 +11,12 @@ from pathlib import Path
 import fastshard
 import pytest
 from cells import made
-from fastshard.common.errors import FastshardError
 from fastshard.common.listing import list_roots
 from fastshard.sources import registry
 from fastshard.sources.base import Options
 from fastshard.targets.base import Target
 from fastshard.targets.registry import TARGETS
+from fastshard.testing import DAMAGES, list_adapters
 from helpers import cli
 from origins import ORIGINS
 from test_damage import kind_of, spare
@@ -37,12 +37,6 @@ WITHOUT_ORIGIN = {"peft", "any_ranks"}
 ONE_FILE = {"easylm"}
 #: What has no checksum and is not compressed: zeros in its place are values, all of them, and a warning.
 ONLY_WARNED = {("levanter", "zeros")}
-#: What becomes of a file.
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "cut": lambda content: content[: len(content) * 3 // 5],
-    "empty": lambda content: b"",
-    "zeros": lambda content: bytes(len(content)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +50,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folder / name
 
     return make
-
-
-def find_adapters(root: Path) -> list[str]:
-    """Names of the adapters that find or refuse a checkpoint, in the order in which they are asked."""
-    names, listing = [], list_roots([root])
-    for adapter in registry.load_adapters():
-        try:
-            if adapter.detect(listing, Options()) is None:
-                continue
-        except FastshardError:
-            pass
-        names.append(adapter.name)
-    return names
 
 
 def find_needed_file(name: str, root: Path) -> Path:
@@ -92,13 +73,13 @@ def test_one_adapter_takes_a_checkpoint_and_no_other_before_it(
     name: str, checkpoints: Callable[[str], Path]
 ) -> None:
     root = checkpoints(name)
-    first, *others = find_adapters(root)
+    first, *others = list_adapters(root)
     assert registry.detect(list_roots([root]), Options()).adapter.name == first
     assert others == LATER.get(name, [])
 
 
 def test_every_adapter_has_an_origin(checkpoints: Callable[[str], Path]) -> None:
-    taken = {find_adapters(checkpoints(name))[0] for name in ORIGINS}
+    taken = {list_adapters(checkpoints(name))[0] for name in ORIGINS}
     assert taken == {adapter.name for adapter in registry.load_adapters()} - WITHOUT_ORIGIN
 
 

@@ -35,7 +35,7 @@ ROOMS = (
 #: Rooms of one floor.
 APART = ("expected", "sources", "targets")
 #: Public paths of modules that are elsewhere: for users.
-DOORS = ("errors", "examples", "integrations", "manifests", "ray")
+DOORS = ("errors", "examples", "integrations", "manifests", "ray", "testing")
 #: Containers of tensors, which any framework may use, and the frameworks.
 CONTAINERS = ("sources.dcp", "sources.zero", "sources.orbax")
 FRAMEWORKS = (

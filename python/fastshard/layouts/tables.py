@@ -14,6 +14,7 @@ from pathlib import Path
 from .. import _core
 from ..common import codes, safe_files
 from ..common.errors import FastshardError, from_core
+from ..common.plugins import list_layout_files
 from . import model_classes
 
 __all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "register", "table"]
@@ -85,6 +86,8 @@ def get(name: str) -> str:
     """
     if name in _registered:
         return _registered[name]
+    if name in _installed():
+        return _installed()[name]
     file = _FOLDER / f"{name}.toml"
     if not file.is_file():
         raise KeyError(name)
@@ -92,8 +95,20 @@ def get(name: str) -> str:
 
 
 def is_registered(name: str) -> bool:
-    """Return True for a table that the user registered."""
-    return name in _registered
+    """Return True for a table that the user, or an installed package, registered."""
+    return name in _registered or name in _installed()
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Return the tables of installed packages, by name, which is that of the file."""
+    files = list_layout_files()
+    return {
+        file.name.removesuffix(".toml"): safe_files.read_text(
+            file, safe_files.MAX_CONFIG, code=codes.BAD_VALUE
+        )
+        for file in files
+    }
 
 
 def family(name: str) -> str:
@@ -165,7 +180,7 @@ def of_config(config: str, file: str | None = None) -> str | None:
         FastshardError: ``FS210`` if two tables fit, ``FS211`` for a value that does not fit.
     """
     try:
-        found = [name for name in sorted(_registered) if table(name).is_for(config, file)]
+        found = [name for name in sorted({**_installed(), **_registered}) if table(name).is_for(config, file)]
         # Parsing all of them would take longer than most of what reads a small checkpoint.
         found = found or [n for n in names() if _may_be_for(n, config) and table(n).is_for(config, file)]
     except _core.CoreError as error:
@@ -202,4 +217,4 @@ def _built_in() -> frozenset[str]:
 
 def names() -> list[str]:
     """List the names of all tables."""
-    return sorted(_built_in() | set(_registered))
+    return sorted(_built_in() | set(_registered) | set(_installed()))

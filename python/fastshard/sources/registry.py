@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from ..common import codes
@@ -11,6 +12,7 @@ from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import READABLE_ALONE, Listing
 from ..common.log import log
+from ..common.plugins import ADAPTERS, find_plugins, load_plugin
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from ..common.stored_places import show_text
@@ -161,13 +163,23 @@ _ENTRIES: list[Entry] = [
 ]
 
 
+def _list_entries() -> list[Entry]:
+    """List the entries of installed packages, and after them fastshard's own."""
+    return [*(Entry(partial(_load_installed, name)) for name in find_plugins(ADAPTERS)), *_ENTRIES]
+
+
+def _load_installed(name: str) -> Adapter[Any]:
+    adapter: Adapter[Any] = load_plugin(ADAPTERS, name)()
+    return adapter
+
+
 #: Words for the step that is taken if none is named.
 _LATEST = ("latest", "newest", "last")
 
 
 def load_adapters() -> list[Adapter[Any]]:
     """Load all adapters, in the order in which they are asked."""
-    return [entry.load() for entry in _ENTRIES]
+    return [entry.load() for entry in _list_entries()]
 
 
 def names_of(listing: Listing) -> set[str]:
@@ -181,7 +193,7 @@ def _in_order(listing: Listing) -> list[Entry]:
     All of them are asked before anything is refused.
     """
     names = names_of(listing)
-    return sorted(_ENTRIES, key=lambda entry: not entry.may_find(names, listing.single))
+    return sorted(_list_entries(), key=lambda entry: not entry.may_find(names, listing.single))
 
 
 def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:

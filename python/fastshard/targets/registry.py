@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
-from ..common import codes
+from ..common import codes, plugins
 from ..common.errors import FastshardError
 from ..common.near_words import meant
+from ..common.plugins import find_plugins, load_plugin
 from ..layouts.declaration import Source
 from .request import Request
 
@@ -42,18 +43,23 @@ class _Targets(Mapping[str, "type[Target]"]):
     _places: ClassVar = {name: place for place, names in _PLACES.items() for name in names}
 
     def __getitem__(self, name: str) -> type[Target]:
+        if name not in self._places:
+            if name not in find_plugins(plugins.TARGETS):
+                raise KeyError(name)
+            loaded: type[Target] = load_plugin(plugins.TARGETS, name)
+            return loaded
         module, target = self._places[name]
         found: type[Target] = getattr(import_module(f".{module}", __package__), target)
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._places or name in find_plugins(plugins.TARGETS)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter({**self._places, **find_plugins(plugins.TARGETS)})
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len({**self._places, **find_plugins(plugins.TARGETS)})
 
 
 #: Targets that are written.

@@ -1,0 +1,120 @@
+"""Adapters, targets and layout tables that other installed packages register by entry points."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import codes
+from .errors import FastshardError
+
+__all__ = ["ADAPTERS", "LAYOUTS", "TARGETS", "VARIABLE", "find_plugins", "list_layout_files", "load_plugin"]
+
+#: Groups of entry points.
+ADAPTERS, TARGETS, LAYOUTS = "fastshard.adapters", "fastshard.targets", "fastshard.layouts"
+#: ``off`` leaves all of them out.
+VARIABLE = "FASTSHARD_PLUGINS"
+#: A package is looked into if ``fastshard`` is a part of its name: to read the entry points of all packages
+#: would take longer than most commands.
+_METADATA = re.compile(r"(?i)(?!fastshard-\d).*fastshard.*\.(?:dist|egg)-info$")
+
+
+@cache
+def find_plugins(group: str) -> dict[str, str]:
+    """Find the entry points of a group: the place of each object (``module:name``), by its name.
+
+    Only packages on the paths from which Python imports are read, and never the current directory, which may
+    hold a checkpoint. Nothing is imported.
+    """
+    if os.environ.get(VARIABLE, "").lower() == "off":
+        return {}
+    found: dict[str, str] = {}
+    for path in _list_metadata():
+        # Few commands need it.
+        import configparser
+
+        parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+        parser.optionxform = str  # type: ignore[assignment, method-assign]
+        try:
+            parser.read_string(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError, configparser.Error) as error:
+            message = " ".join(str(error).split())
+            raise FastshardError.of(
+                codes.USAGE, f"its entry points cannot be read: {message}", file=str(path), help=_REMEDY
+            ) from None
+        if parser.has_section(group):
+            found |= {name: place for name, place in parser.items(group) if name not in found}
+    return found
+
+
+_REMEDY = f"install the package again, uninstall it, or set {VARIABLE}=off"
+
+
+def _list_metadata() -> Iterator[Path]:
+    try:
+        here = os.getcwd()  # noqa: PTH109 - a name to compare with
+    except OSError:
+        here = None
+    for folder in dict.fromkeys(sys.path):
+        if not os.path.isdir(folder) or (here is not None and os.path.samefile(folder, here)):  # noqa: PTH112, PTH121 - at every start
+            continue
+        try:
+            names = sorted(os.listdir(folder))  # noqa: PTH208 - names, not paths
+        except OSError:
+            continue
+        for name in names:
+            path = Path(folder, name, "entry_points.txt")
+            if _METADATA.match(name) and path.is_file():
+                yield path
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """Import the object that an entry point names.
+
+    Raises:
+        FastshardError: ``FS515`` if it cannot be imported.
+    """
+    place = find_plugins(group)[name]
+    module, _, attribute = place.partition(":")
+    try:
+        loaded = import_module(module.strip())
+        return getattr(loaded, attribute.strip()) if attribute else loaded
+    except Exception as error:
+        raise _fail(group, name, place, error) from error
+
+
+def _fail(group: str, name: str, place: str, error: Exception) -> FastshardError:
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return FastshardError.of(
+        codes.USAGE,
+        f"an installed package registers {name} as {place} ({group}), which cannot be loaded: {message}",
+        help=_REMEDY,
+    )
+
+
+def list_layout_files() -> list[Path]:
+    """List the TOML files of the packages that are registered for layout tables.
+
+    Raises:
+        FastshardError: ``FS515`` if such a package cannot be found.
+    """
+    files: list[Path] = []
+    for name, place in find_plugins(LAYOUTS).items():
+        # Few commands need it.
+        from importlib.util import find_spec
+
+        try:
+            spec = find_spec(place.strip())
+        except Exception as error:
+            raise _fail(LAYOUTS, name, place, error) from error
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        if not folders:
+            raise _fail(LAYOUTS, name, place, ImportError("there is no such package with files"))
+        files += sorted(file for folder in folders for file in Path(folder).glob("*.toml"))
+    return files
