@@ -1,9 +1,9 @@
 """Checks that an adapter owes its users, for the tests of a package that registers one.
 
 >>> from fastshard import examples, testing
->>> examples.make("gpt_neox", "run", to="gpt_neox", tp=2)
+>>> examples.make("llama", "run", to="megatron:legacy", tp=2)
 >>> testing.list_adapters("run")
-['gpt_neox']
+['megatron']
 """
 
 from __future__ import annotations
