@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import os
 import pty
 import subprocess
@@ -239,3 +241,26 @@ def test_a_layer_is_listed_as_data_passes_it(names: list[str]) -> None:
     backwards = names[::-1]
     backwards.sort(key=order_in_layer)
     assert backwards == names
+
+
+def test_rows_for_a_spreadsheet() -> None:
+    ran = cli("ls", NEOX, "--csv", json_output=False)
+    rows = list(csv.DictReader(ran.out.splitlines()))
+    listed = {row.name: row for row in fastshard.ls(NEOX)}
+    assert ran.code == 0 and [*rows[0]] == [
+        "name",
+        "dtype",
+        "shape",
+        "elements",
+        "bytes",
+        "shards",
+        "layer",
+        "role",
+    ]
+    assert len(rows) == len(listed)
+    for row in rows:
+        known = listed[row["name"]]
+        assert [int(n) for n in row["shape"].split("x")] == list(known.shape)
+        assert (int(row["elements"]), int(row["bytes"])) == (known.elements, known.nbytes)
+    # What pandas and polars make a table of.
+    assert all(dataclasses.is_dataclass(row) for row in listed.values())

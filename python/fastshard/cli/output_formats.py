@@ -23,6 +23,8 @@ from .render import printable, shown
 if TYPE_CHECKING:
     from xml.etree import ElementTree
 
+#: The documentation's page of each code, below this address.
+_PAGES = "https://fastshard.github.io/fastshard/reference/findings/"
 FORMATS = ("text", "json", "github", "sarif", "junit")
 #: SARIF's and GitHub's words for severities.
 _LEVELS = {"error": "error", "warning": "warning", "note": "note"}
@@ -59,6 +61,8 @@ class RunReport:
     not_checked: Sequence[str] = ()
     #: The same, with what to do about it, for a document; None for a command that does not say.
     not_checked_with_advice: Sequence[str] | None = None
+    #: Time that the run took.
+    seconds: float = 0.0
     verbose: int = 0
     quiet: int = 0
 
@@ -106,6 +110,7 @@ def as_sarif(report: RunReport) -> str:
             "name": "".join(word.capitalize() for word in CODES[code].name.split("_")),
             "shortDescription": {"text": CODES[code].title},
             "fullDescription": {"text": CODES[code].meaning},
+            "helpUri": f"{_PAGES}{code}/",
             "help": {"text": f"{CODES[code].help}\n\nfastshard explain {code}".lstrip()},
             "defaultConfiguration": {"level": _LEVELS[CODES[code].severity]},
         }
@@ -172,9 +177,10 @@ def as_junit(report: RunReport) -> str:
     # Could not run, or was stopped: an error of the run and not a failure of what it looked at.
     kind = "error" if report.code == 2 or report.code >= 128 else "failure"
     unexplained = report.code != 0 and not any(f.severity == "error" for f in shown)
-    suites = tree.Element("testsuites", {"name": name})
-    suite = tree.SubElement(suites, "testsuite", {"name": name, "skipped": "0", "time": "0"})
-    run = _junit_case(suite, name, printable(" ".join(report.arguments)))
+    seconds = f"{report.seconds:.3f}"
+    suites = tree.Element("testsuites", {"name": name, "time": seconds})
+    suite = tree.SubElement(suites, "testsuite", {"name": name, "skipped": "0", "time": seconds})
+    run = _junit_case(suite, name, printable(" ".join(report.arguments)), seconds)
     if unexplained:
         tree.SubElement(run, kind, {"message": f"exit code {report.code}", "type": "exit"})
     if report.not_checked:
@@ -202,10 +208,12 @@ def as_junit(report: RunReport) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + tree.tostring(suites, encoding="unicode") + "\n"
 
 
-def _junit_case(suite: ElementTree.Element, classname: str, name: str) -> ElementTree.Element:
+def _junit_case(
+    suite: ElementTree.Element, classname: str, name: str, seconds: str = "0"
+) -> ElementTree.Element:
     from xml.etree import ElementTree as tree
 
-    return tree.SubElement(suite, "testcase", {"classname": classname, "name": name, "time": "0"})
+    return tree.SubElement(suite, "testcase", {"classname": classname, "name": name, "time": seconds})
 
 
 def as_annotations(report: RunReport) -> str:

@@ -227,6 +227,7 @@ class Run:
             verdict=in_a_word(code, findings, result.word if result else None),
             not_checked=self._list_unchecked(result, findings) or (),
             not_checked_with_advice=self._list_unchecked(result, findings, with_advice=True),
+            seconds=time.monotonic() - self._begun,
             verbose=verbose,
             quiet=quiet,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--limit", type=int, metavar="N", help="show N at most")
     form = group.add_mutually_exclusive_group()
     form.add_argument("--tree", action="store_true", help="as a tree; branches that are alike are one")
+    form.add_argument(
+        "--csv",
+        action="store_true",
+        help="as CSV, for a spreadsheet: name, dtype, shape, elements, bytes, ...",
+    )
     form.add_argument("--by", choices=("role", "layer", "dtype"), help="counts and bytes of groups")
     group.add_argument("--no-pager", action="store_true", help="do not use a pager")
     add_opening(parser)
@@ -95,6 +101,8 @@ def _run(a: argparse.Namespace) -> Outcome:
         page = rows[a.offset : None if a.limit is None else a.offset + a.limit]
         document["outputs"] = [{**r.to_dict(), "layer": r.layer, "role": r.role} for r in page]
         shown, of = page, len(rows)
+        if a.csv:
+            return Result(_format_csv(page), document, product=True), plan.findings
         if a.tree:
             text = tree(("", _tree(page))).lstrip("\n")
         else:
@@ -126,6 +134,21 @@ def _table(rows: Sequence[TensorRow]) -> str:
         for row, line in zip(rows, cells, strict=True):
             line.append("" if row.weight is None else str(row.weight))
     return table(list(map(tuple, (header, *cells))), indent="", right=("SIZE", "SHARDS"))
+
+
+def _format_csv(rows: Sequence[TensorRow]) -> str:
+    """Format a line for each tensor with commas between values, under a header."""
+    import csv
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("name", "dtype", "shape", "elements", "bytes", "shards", "layer", "role"))
+    for row in rows:
+        shape = "x".join(map(str, row.shape))
+        writer.writerow(
+            (row.name, row.dtype, shape, row.elements, row.nbytes, row.pieces, row.layer, row.role)
+        )
+    return text.getvalue().rstrip("\n")
 
 
 def _group_table(groups: Sequence[Mapping[str, Any]], by: str) -> str:
@@ -237,6 +260,10 @@ LS = Verb(
         are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
     arguments=_arguments,
     run=_run,
-    often=("--glob", "--layer", "--dtype", "--sort", "--tree", "--by", "--json"),
-    examples=("fastshard ls run --tree", "fastshard ls model --by role"),
+    often=("--glob", "--layer", "--dtype", "--sort", "--tree", "--csv", "--by", "--json"),
+    examples=(
+        "fastshard ls run --tree",
+        "fastshard ls model --by role",
+        "fastshard ls model --csv > tensors.csv",
+    ),
 )
