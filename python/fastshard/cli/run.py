@@ -82,6 +82,7 @@ class Run:
             verb = self._verbs[a.command]
             if (read := settings.apply(a)) is not None and not getattr(a, "quiet", 0):
                 self._streams.say(f"settings: {render.printable(str(read))}")
+            settings.apply_environment(a)
             with memory_budget.of(getattr(a, "memory", None)):
                 result, findings = verb.run(a)
         except KeyboardInterrupt as stopped:

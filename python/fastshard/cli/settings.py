@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ..common import codes, safe_files, toml_text
+from ..common.byte_sizes import parse_size
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from ..common.options import Gating, table
 
-__all__ = ["apply", "checked", "find"]
+__all__ = ["apply", "apply_environment", "checked", "find"]
 
 #: Bytes that such a file has at most.
 _LARGEST = 1 << 20
@@ -68,6 +69,51 @@ def checked(path: Path, section: dict[str, Any]) -> dict[str, Any]:
             raise _wrong(path, key, 'a list of codes, e.g. ["FS108"]', repr(value))
         settings[name] = value
     return settings
+
+
+#: Environment variables that state options of a machine, for command lines that do not.
+ENVIRONMENT = {
+    "memory": "FASTSHARD_MEMORY",
+    "threads": "FASTSHARD_THREADS",
+    "progress": "FASTSHARD_PROGRESS",
+}
+_PROGRESS = ("auto", "plain", "none")
+
+
+def apply_environment(arguments: Namespace) -> None:
+    """Add the options that environment variables state; those of the command line take precedence.
+
+    Raises:
+        FastshardError: ``FS515`` for a value that the option cannot have.
+    """
+    for name, variable in ENVIRONMENT.items():
+        value = os.environ.get(variable, "")
+        if not value or getattr(arguments, name, "other") not in (None, "auto"):
+            continue
+        if name == "threads":
+            if not value.isdecimal() or not 0 < int(value) < 1 << 16:
+                raise _refuse_variable(variable, "a positive number", value)
+            arguments.threads = int(value)
+        elif name == "memory":
+            try:
+                parse_size(value, name)
+            except FastshardError:
+                raise _refuse_variable(variable, "a size, e.g. 4GiB", value) from None
+            arguments.memory = value
+        elif value not in _PROGRESS:
+            raise _refuse_variable(variable, " or ".join(_PROGRESS), value)
+        else:
+            arguments.progress = value
+
+
+def _refuse_variable(variable: str, expected: str, got: str) -> FastshardError:
+    return FastshardError.of(
+        codes.USAGE,
+        f"the environment variable {variable}",
+        expected=expected,
+        got=repr(got),
+        help=f"correct {variable}, or unset it",
+    )
 
 
 def apply(arguments: Namespace) -> Path | None:
