@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,22 @@ def test_what_a_module_computes_may_be_infinite(
     ran = cli("merge", tmp_path / "model.safetensors", tmp_path / "out")
     (told,) = ran.having("FS306", tensor=name)
     assert (ran.code, told["severity"]) == ((0, "note") if is_buffer else (1, "error"))
+
+
+def test_the_help_for_slices_in_several_directories_merges_them(tp4_fixture: Path, tmp_path: Path) -> None:
+    """Each rank's slices are a `model.safetensors` of a directory of its own."""
+    files = sorted(tp4_fixture.glob("tp_rank_*.safetensors"))
+    config = tp4_fixture / "config.json"
+    folders = [tmp_path / f"node{rank}" for rank in range(len(files))]
+    (tmp_path / "joined").mkdir()
+    for folder, file in zip(folders, files, strict=True):
+        folder.mkdir()
+        shutil.copy(file, folder / "model.safetensors")
+        shutil.copy(config, folder)
+        shutil.copy(folder / "model.safetensors", tmp_path / "joined" / file.name)
+    shutil.copy(config, tmp_path / "joined")
+    ran = cli("merge", *folders, tmp_path / "out")
+    (finding,) = ran.having("FS106")
+    assert ran.code == 2 and f"{files[0].name}, {files[1].name}" in finding["help"]
+    assert cli("merge", tmp_path / "joined", tmp_path / "out").code == 0
+    assert_expected(tmp_path / "out", tp4_fixture)

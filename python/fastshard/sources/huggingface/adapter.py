@@ -223,7 +223,9 @@ class HuggingFace:
                     "several of the directories given have a file of this name",
                     file=file.path,
                     got=", ".join(str(listing.roots[f.root]) for f in copies),
-                    help="pass one directory only; slices of several ranks need a config.json next to them",
+                    help="pass one directory only; to merge the slices of tensor-parallel ranks, copy them "
+                    "into one directory as tp_rank_00.safetensors, tp_rank_01.safetensors, ... with the "
+                    "config.json",
                 )
         return found
 
