@@ -53,6 +53,14 @@ def test_the_long_page_lists_every_option_and_the_examples(name: str) -> None:
     assert all(example in page for example in VERBS[name].examples)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_long_page_is_as_wide_as_the_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for examples, which are copied as they are."""
+    monkeypatch.setenv("COLUMNS", "80")
+    page, _, _ = shown(name, "--help").partition("\nExamples\n")
+    assert [line for line in page.splitlines() if len(line) > 80] == []
+
+
 def test_the_overview_has_every_command_once() -> None:
     page = shown("--help")
     assert page == overview(VERBS) == shown("-h")

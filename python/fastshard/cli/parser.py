@@ -41,6 +41,18 @@ class UsageError(Exception):
         return "all commands" if self.parser.prog == "fastshard" else "all options"
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Fills paragraphs to the width of the terminal; those with indented lines, such as examples, stay."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        filled = (
+            text if "\n " in text else textwrap.fill(text, width, break_on_hyphens=False)
+            for text in paragraphs
+        )
+        return textwrap.indent("\n\n".join(filled), indent)
+
+
 class _Parser(argparse.ArgumentParser):
     #: Columns of what argparse formats to check each argument that is added; None for those of the terminal.
     columns: int | None = 80
@@ -183,7 +195,7 @@ def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argpars
             help=verb.help,
             description=textwrap.dedent(verb.description or f"{verb.help[:1].upper()}{verb.help[1:]}."),
             epilog="\n".join(examples(verb)),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             add_help=False,
             allow_abbrev=False,
         )
