@@ -259,3 +259,20 @@ def test_the_fields_of_megatron_bridge_are_read(tmp_path: Path) -> None:
     same(to_hf(folder.parent, tmp_path / "back"), load_file(tmp_path / "hf/model.safetensors"))
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert torch.equal(moe_maker.logits(after), moe_maker.logits(model))
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_it_goes_to_the_other_trainers_and_back(form: str, tmp_path: Path) -> None:
+    """Their tables name layers by a cycle of two."""
+    pytest.importorskip("tensorstore")
+    gpt_oss_maker.model().save_pretrained(tmp_path / "hf")
+    want = load_file(tmp_path / "hf/model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "megatron", form, "--tp", 2)
+    for to in ("maxtext", "maxtext:unscan", "dcp:torchtitan"):
+        there, again = tmp_path / to.replace(":", "_"), tmp_path / f"again_{to.replace(':', '_')}"
+        ran = cli("convert", tmp_path / "megatron", there, "--to", to, "--vocab-size", 250)
+        assert ran.code == 0, ran.out
+        more = ("--config", tmp_path / "hf/config.json") if to.startswith("dcp") else ()
+        ran = cli("convert", there, again, "--to", "megatron:legacy", "--ep", 2, *more)
+        assert ran.code == 0, ran.out
+        same(to_hf(again, tmp_path / f"hf_{to.replace(':', '_')}"), want)

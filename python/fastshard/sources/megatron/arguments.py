@@ -360,5 +360,10 @@ def describe(
             heads = [layer for layer in main if layer not in delta]
             sets |= {"delta": delta, "main_full": heads, "full": [*heads, *further]}
         source.binding.sets = {name: ("L", layers) for name, layers in sets.items()}
+    layers = source.binding.axes.get("L", 0)
+    if source.model.family == "gpt_oss" and layers <= megatron_sizes.MOST_LAYERS:
+        # The tables of other frameworks name its layers by a cycle of two.
+        for first in range(2):
+            source.binding.sets[f"cycle_{first}"] = ("L", list(range(first, layers, 2)))
     if (gated := megatron_heads.is_gated(args)) is not None:
         source.binding.facts["gated"] = gated

@@ -40,7 +40,15 @@ _WORDS = compile_when_used(
 #: Axes that shapes alone do not tell.
 _HEADS = {"g": "num_query_groups", "r": "num_attention_heads", "d": "kv_channels"}
 #: Biases that a table has in all such layers or in none.
-_TOGETHER = (("self_attention.linear_proj.bias", "mlp.linear_fc1.bias", "mlp.linear_fc2.bias"),)
+_TOGETHER = (
+    (
+        "self_attention.linear_proj.bias",
+        "mlp.linear_fc1.bias",
+        "mlp.linear_fc2.bias",
+        "mlp.experts.experts.linear_fc1.bias",
+        "mlp.experts.experts.linear_fc2.bias",
+    ),
+)
 
 
 def is_numbered(names: Collection[str]) -> bool:
@@ -100,6 +108,8 @@ def unnamed(
             biases = {name for name in together if name.removesuffix("bias") + "weight" in present}
             if facts["linear_bias"] and not biases <= present:
                 odd += sorted(biases - present)
+            elif not facts["linear_bias"]:
+                odd += sorted(biases & present)
         if odd:
             return Lack(
                 "set of tensors",
