@@ -42,7 +42,7 @@ def test_every_document_states_its_schema_and_the_tool() -> None:
         )
         document = json.loads(done.stdout)
         command = words[0] if words[0] != "--json" else "usage"
-        assert (document["schema"], document["tool"]) == (f"fastshard.{command}.v1", tool)
+        assert (document["schema"], document["tool"]) == (f"fastshard.cli.{command}.v1", tool)
 
 
 def test_a_document_lists_what_was_not_checked(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def find_requested_format(argv: Sequence[str]) -> str:
 def as_json(report: RunReport) -> str:
     """Format the outcome of a run and all findings as one JSON object."""
     document: dict[str, Any] = {
-        "schema": f"fastshard.{report.command or 'usage'}.v1",
+        "schema": f"fastshard.cli.{report.command or 'usage'}.v1",
         "tool": f"fastshard {_core.__version__}",
         "command": report.command,
         "exit_code": report.code,

@@ -25,16 +25,24 @@ VARIABLE = "FASTSHARD_PLUGINS"
 _METADATA = re.compile(r"(?i)(?!fastshard-\d).*fastshard.*\.(?:dist|egg)-info$")
 
 
-@cache
 def find_plugins(group: str) -> dict[str, str]:
     """Find the entry points of a group: the place of each object (``module:name``), by its name.
 
     Only packages on the paths from which Python imports are read, and never the current directory, which may
     hold a checkpoint. Nothing is imported.
+
+    Raises:
+        FastshardError: ``FS515`` if the entry points of a package cannot be read.
     """
+    return _read_entry_points().get(group, {})
+
+
+@cache
+def _read_entry_points() -> dict[str, dict[str, str]]:
+    """Read the entry points of all packages, by group; of two with one name the first counts."""
     if os.environ.get(VARIABLE, "").lower() == "off":
         return {}
-    found: dict[str, str] = {}
+    found: dict[str, dict[str, str]] = {}
     for path in _list_metadata():
         # Few commands need it.
         import configparser
@@ -48,8 +56,8 @@ def find_plugins(group: str) -> dict[str, str]:
             raise FastshardError.of(
                 codes.USAGE, f"its entry points cannot be read: {message}", file=str(path), help=_REMEDY
             ) from None
-        if parser.has_section(group):
-            found |= {name: place for name, place in parser.items(group) if name not in found}
+        for group in parser.sections():
+            found[group] = dict(parser.items(group)) | found.get(group, {})
     return found
 
 
