@@ -78,6 +78,7 @@ def list_silent_damages(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[
     silent = []
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(checkpoint, Path(folder, "checkpoint"))
+        before = _find_problems(copy)
         for path in find_needed_files(copy, spare):
             for damage in ("lost", *DAMAGES):
                 with _restore(path) as content:
@@ -85,7 +86,7 @@ def list_silent_damages(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[
                         path.unlink()
                     else:
                         path.write_bytes(DAMAGES[damage](content))
-                    findings = _find_problems(copy)
+                    findings = [finding for finding in _find_problems(copy) if finding not in before]
                 if not any(_names(finding, path) for finding in findings):
                     silent.append(f"{path.relative_to(copy)} is {damage}, and no finding names it")
     return silent

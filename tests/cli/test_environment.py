@@ -34,8 +34,8 @@ def test_the_command_line_goes_before_variables() -> None:
     assert (code, document["memory"]["budget"], document["memory"]["threads"]) == (0, 1 << 29, 1)
 
 
-@pytest.mark.parametrize(("stated", "taken"), [("auto", "plain"), ("none", "none")])
-def test_progress(stated: str, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stated", "taken"), [(None, "plain"), ("auto", "auto"), ("none", "none")])
+def test_progress(stated: str | None, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTSHARD_PROGRESS", "plain")
     arguments = Namespace(progress=stated)
     apply_environment(arguments)

@@ -173,3 +173,57 @@ def test_nothing_of_the_current_directory_is_imported(site: Path, tmp_path: Path
     (site / "fastshard_quarry/adapter.py").write_text("raise SystemExit('imported')\n")
     ran = run("inspect", HF, site=None, cwd=site)
     assert ran.returncode == 0 and "imported" not in ran.stderr, ran
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        # A package must not end a command as if all were well.
+        ("fastshard_quarry/adapter.py", "raise SystemExit(0)\n"),
+        ("fastshard_quarry/adapter.py", "class Quarry:\n    def __init__(self): raise ValueError('no')\n"),
+        ("fastshard_quarry/adapter.py", "Quarry = None\n"),
+        (
+            "fastshard_quarry/adapter.py",
+            "class Quarry:\n    name = 'quarry'\n    def detect(self, *_): raise KeyError('x')\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize("verb", [("verify",), ("convert", "--to", "hf")])
+def test_a_package_that_fails_is_named(
+    verb: tuple[str, ...], file: str, text: str, site: Path, tmp_path: Path
+) -> None:
+    (site / file).write_text(text)
+    paths = [tmp_path / "out"] if verb[0] == "convert" else []
+    ran = run(verb[0], HF, *paths, *verb[1:], site=site, cwd=tmp_path)
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
+    words = " ".join((ran.stdout + ran.stderr).split())
+    assert "FS515" in words and "registers quarry as" in words and "FASTSHARD_PLUGINS=off" in words
+
+
+def test_entry_points_that_cannot_be_read_are_a_finding_for_every_command(site: Path, tmp_path: Path) -> None:
+    (site / "fastshard_quarry-1.0.dist-info/entry_points.txt").write_text("no section = no\n")
+    for words in (("convert", HF, tmp_path / "out", "--to", "hf"), ("verify", HF), ("plan", HF)):
+        ran = run(*words, site=site, cwd=tmp_path)
+        assert ran.returncode == 2 and "FS515" in ran.stdout + ran.stderr, ran
+        assert "Traceback" not in ran.stderr
+    assert run("convert", "--help", site=site, cwd=tmp_path).returncode == 0
+
+
+def test_entry_points_may_have_extras_and_dots(site: Path, tmp_path: Path) -> None:
+    file = site / "fastshard_quarry-1.0.dist-info/entry_points.txt"
+    file.write_text("[fastshard.adapters]\nquarry = fastshard_quarry.adapter:Outer.Quarry [extra]\n")
+    with (site / "fastshard_quarry/adapter.py").open("a") as adapter:
+        adapter.write("\n\nclass Outer:\n    Quarry = Quarry\n")
+    assert run("verify", HF, site=site, cwd=tmp_path).returncode == 0
+
+
+def test_a_table_that_is_not_valid_is_named(site: Path, tmp_path: Path) -> None:
+    (site / "fastshard_quarry/layouts/quarry.llama.toml").write_text("layout = = 1\n")
+    ran = run("convert", HF, tmp_path / "out", "--to", "hf", site=site, cwd=tmp_path)
+    assert ran.returncode in (1, 2) and "quarry.llama.toml" in ran.stdout + ran.stderr, ran
+
+
+def test_a_target_that_is_none_is_named(site: Path, tmp_path: Path) -> None:
+    (site / "fastshard_quarry/target.py").write_text("QuarryTarget = None\n")
+    ran = run("convert", HF, tmp_path / "out", "--to", "quarry", site=site, cwd=tmp_path)
+    assert ran.returncode == 2 and "registers quarry as" in ran.stderr and "FS520" not in ran.stderr

@@ -127,6 +127,7 @@ def test_sinks_that_every_rank_lacks_are_named(run: Path, tmp_path: Path) -> Non
         ({"window_size": (4, 2)}, "window_size"),
         ({"rotary_percent": 0.5}, "rotary_percent"),
         ({"rotary_scaling_factor": None}, "rotary_scaling_factor"),
+        ({"enable_gpt_oss": True}, "enable_gpt_oss"),
         ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax"),
     ],
 )
@@ -167,7 +168,8 @@ def test_arguments_are_read(args: dict[str, Any], key: str, value: Any, run: Pat
     ("changes", "word"),
     [
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_scaling"),
-        ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "rope_scaling (attention_factor)"),
+        ({"rope_parameters": YARN | {"attention_factor": 0.9}}, "rope_scaling (attention_factor)"),
+        ({"rope_parameters": YARN | {"truncate": "false"}}, "rope_scaling (truncate)"),
         ({"rope_parameters": YARN | {"factor": None}}, "rope_scaling (factor)"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha"),
         ({"swiglu_limit": 9.0}, "swiglu_limit"),
@@ -276,3 +278,79 @@ def test_it_goes_to_the_other_trainers_and_back(form: str, tmp_path: Path) -> No
         ran = cli("convert", there, again, "--to", "megatron:legacy", "--ep", 2, *more)
         assert ran.code == 0, ran.out
         same(to_hf(again, tmp_path / f"hf_{to.replace(':', '_')}"), want)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_factor": 1.5},
+        {"attention_factor": 1.0},
+        {"attention_factor": 1.1386294361119891, "mscale": 0.7, "mscale_all_dim": 1.0},
+        {"mscale": 0.7, "mscale_all_dim": 1.0},
+        {"mscale": 0.7},
+        {"truncate": None},
+        {"truncate": True},
+        {"beta_fast": 16, "beta_slow": 2},
+    ],
+)
+def test_every_setting_of_yarn_comes_back(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The logits decide: a setting has several spellings."""
+    model = moe_maker.qwen(3, rope_parameters=YARN | changes)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "torch_dist")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert difference(model, tmp_path / "back") < 1e-5
+
+
+def difference(model: Any, folder: Path) -> float:
+    """The largest difference between the logits of a model and of a saved one."""
+    after = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return float((moe_maker.logits(after) - moe_maker.logits(model)).abs().max())
+
+
+def test_the_length_of_the_original_may_be_outside_of_the_scaling(tmp_path: Path) -> None:
+    """transformers looks for it at the top of config.json, too."""
+    moe_maker.qwen(3, rope_parameters=YARN).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text())
+    key = "original_max_position_embeddings"
+    config[key] = config["rope_parameters"].pop(key)
+    path.write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    convert(tmp_path / "hf", tmp_path / "megatron", "torch_dist")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert difference(model, tmp_path / "back") < 1e-5
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 150000.0}
+
+
+@pytest.mark.parametrize("own", [YARN, DEFAULT, YARN | {"factor": 8.0, "attention_factor": 1.0}])
+@pytest.mark.parametrize("stated", [YARN, DEFAULT, None, YARN | {"mscale": 0.5}])
+def test_a_config_goes_before_the_arguments(
+    own: dict[str, Any], stated: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """The weights are the same; the config says how they are computed with."""
+    moe_maker.qwen(3, rope_parameters=own).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "legacy")
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text())
+    if stated is None:
+        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    else:
+        config["rope_parameters"] = stated
+    path.write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    to_hf(tmp_path / "megatron", tmp_path / "back", "--config", path)
+    assert difference(model, tmp_path / "back") < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{"swiglu_limit": 9.0}, {"swiglu_alpha": 1.5}])
+def test_a_config_of_another_activation_is_refused(
+    changes: dict[str, Any], run: Path, tmp_path: Path
+) -> None:
+    config = json.loads((run.parent / "hf/config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ("convert", "--to", "hf", "--config", tmp_path / "config.json")
+    ran = assert_refused(run, tmp_path / "out", "FS514", exit=2, command=command)
+    assert any(next(iter(changes)) in finding["message"] for finding in ran.errors)

@@ -227,7 +227,10 @@ class Run:
             written=None if to is None else out is not None,
             verdict=in_a_word(code, findings, result.word if result else None),
             not_checked=self._list_unchecked(result, findings) or (),
-            not_checked_with_advice=self._list_unchecked(result, findings, with_advice=True),
+            # After an error nobody asks what else could be wrong.
+            not_checked_with_advice=None
+            if code
+            else self._list_unchecked(result, findings, with_advice=True),
             seconds=time.monotonic() - self._begun,
             verbose=verbose,
             quiet=quiet,

@@ -19,6 +19,7 @@ from ..common.byte_sizes import parse_size
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from ..common.options import Gating, table
+from ..common.thread_counts import MAX_THREADS
 
 __all__ = ["apply", "apply_environment", "checked", "find"]
 
@@ -88,11 +89,11 @@ def apply_environment(arguments: Namespace) -> None:
     """
     for name, variable in ENVIRONMENT.items():
         value = os.environ.get(variable, "")
-        if not value or getattr(arguments, name, "other") not in (None, "auto"):
+        if not value or getattr(arguments, name, "other") is not None:
             continue
         if name == "threads":
-            if not value.isdecimal() or not 0 < int(value) < 1 << 16:
-                raise _refuse_variable(variable, "a positive number", value)
+            if not (value.isascii() and value.isdecimal()) or not 0 < int(value) <= MAX_THREADS:
+                raise _refuse_variable(variable, f"a number from 1 to {MAX_THREADS}", value)
             arguments.threads = int(value)
         elif name == "memory":
             try:
@@ -104,6 +105,8 @@ def apply_environment(arguments: Namespace) -> None:
             raise _refuse_variable(variable, " or ".join(_PROGRESS), value)
         else:
             arguments.progress = value
+    if getattr(arguments, "progress", "other") is None:
+        arguments.progress = "auto"
 
 
 def _refuse_variable(variable: str, expected: str, got: str) -> FastshardError:

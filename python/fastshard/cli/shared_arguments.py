@@ -93,9 +93,7 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool
     )
     add_options(group, Threads)
     if run:
-        group.add_argument(
-            "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
-        )
+        group.add_argument("--progress", choices=("auto", "plain", "none"), help="on stderr (default: auto)")
     if reads:
         add_options(group, Memory)
 

@@ -6,7 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ from typing import Any
 from . import codes
 from .errors import FastshardError
 
-__all__ = ["ADAPTERS", "LAYOUTS", "TARGETS", "VARIABLE", "find_plugins", "list_layout_files", "load_plugin"]
+__all__ = [
+    "ADAPTERS",
+    "LAYOUTS",
+    "TARGETS",
+    "VARIABLE",
+    "explain_failure",
+    "find_plugins",
+    "list_layout_files",
+    "load_plugin",
+]
 
 #: Groups of entry points.
 ADAPTERS, TARGETS, LAYOUTS = "fastshard.adapters", "fastshard.targets", "fastshard.layouts"
@@ -47,7 +57,7 @@ def _read_entry_points() -> dict[str, dict[str, str]]:
         # Few commands need it.
         import configparser
 
-        parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+        parser = configparser.ConfigParser(delimiters=("=",), interpolation=None, strict=False)
         parser.optionxform = str  # type: ignore[assignment, method-assign]
         try:
             parser.read_string(path.read_text(encoding="utf-8"))
@@ -88,22 +98,33 @@ def load_plugin(group: str, name: str) -> Any:
     Raises:
         FastshardError: ``FS515`` if it cannot be imported.
     """
-    place = find_plugins(group)[name]
-    module, _, attribute = place.partition(":")
-    try:
+    # What is needed besides (`module:name [extra]`) is of no matter here.
+    module, _, attribute = find_plugins(group)[name].partition("[")[0].partition(":")
+    with explain_failure(group, name):
         loaded = import_module(module.strip())
-        return getattr(loaded, attribute.strip()) if attribute else loaded
-    except Exception as error:
-        raise _fail(group, name, place, error) from error
+        return reduce(getattr, filter(None, attribute.strip().split(".")), loaded)
 
 
-def _fail(group: str, name: str, place: str, error: Exception) -> FastshardError:
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return FastshardError.of(
-        codes.USAGE,
-        f"an installed package registers {name} as {place} ({group}), which cannot be loaded: {message}",
-        help=_REMEDY,
-    )
+@contextmanager
+def explain_failure(group: str, name: str) -> Iterator[None]:
+    """Turn what an installed package raises into a finding that names it.
+
+    Raises:
+        FastshardError: ``FS515``; or what fastshard itself raised.
+    """
+    try:
+        yield
+    except FastshardError:
+        raise
+    # A package must not end a command without a word.
+    except (Exception, SystemExit) as error:
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise FastshardError.of(
+            codes.USAGE,
+            f"an installed package registers {name} as {find_plugins(group)[name]} ({group}), which fails: "
+            f"{message}",
+            help=_REMEDY,
+        ) from error
 
 
 def list_layout_files() -> list[Path]:
@@ -117,12 +138,10 @@ def list_layout_files() -> list[Path]:
         # Few commands need it.
         from importlib.util import find_spec
 
-        try:
-            spec = find_spec(place.strip())
-        except Exception as error:
-            raise _fail(LAYOUTS, name, place, error) from error
-        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-        if not folders:
-            raise _fail(LAYOUTS, name, place, ImportError("there is no such package with files"))
+        with explain_failure(LAYOUTS, name):
+            spec = find_spec(place.partition("[")[0].strip())
+            folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+            if not folders:
+                raise ImportError("there is no such package with files")
         files += sorted(file for folder in folders for file in Path(folder).glob("*.toml"))
     return files

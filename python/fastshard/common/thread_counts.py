@@ -8,7 +8,7 @@ from . import codes
 from .errors import FastshardError
 
 #: Threads at most; no machine has as many cores.
-_MAX_THREADS = 1 << 14
+MAX_THREADS = 1 << 14
 
 
 def default_threads() -> int:
@@ -24,8 +24,8 @@ def thread_count(threads: int | None) -> int:
     """
     if threads is None:
         return default_threads()
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
         raise FastshardError.of(
-            codes.USAGE, "threads", expected=f"an integer from 1 to {_MAX_THREADS}", got=repr(threads)
+            codes.USAGE, "threads", expected=f"an integer from 1 to {MAX_THREADS}", got=repr(threads)
         )
     return threads

@@ -40,16 +40,16 @@ class Explanation:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def explain(code: str) -> Explanation:
+def explain(code: str | int) -> Explanation:
     """Explains the code of a finding.
 
     Args:
-        code: e.g. ``FS303``, ``fs303`` or ``303``, or the code's name.
+        code: e.g. ``FS303``, ``fs303``, ``303`` or 303, or the code's name.
 
     Raises:
         FastshardError: ``FS515`` if no finding has this code.
     """
-    row = _find_row(code)
+    row = _find_row(str(code))
     if row is None:
         raise FastshardError.of(
             codes.USAGE,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from .. import _core
 from ..common import codes, safe_files
-from ..common.errors import FastshardError, from_core
-from ..common.plugins import list_layout_files
+from ..common.errors import FastshardError, error_for, from_core
+from ..common.plugins import VARIABLE, list_layout_files
 from . import model_classes
 
 __all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "register", "table"]
@@ -135,7 +135,16 @@ def table(name: str) -> _core.Table:
 def _table(name: str, above: tuple[str, ...]) -> _core.Table:
     """Return a parsed table; ``above`` lists the tables that extend it."""
     if name not in _parsed:
-        _parsed[name] = _read(get(name), (*above, name))
+        try:
+            _parsed[name] = _read(get(name), (*above, name))
+        except FastshardError as error:
+            if name in _registered or name not in _installed():
+                raise
+            found = [finding.replace(file=finding.file or f"{name}.toml") for finding in error.findings]
+            found[0] = found[0].replace(
+                help=f"update the package that brings this table, or set {VARIABLE}=off"
+            )
+            raise error_for(found) from None
     return _parsed[name]
 
 

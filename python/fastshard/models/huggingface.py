@@ -510,6 +510,10 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:
     part = next((key for key in _SHARES if key in flat), "rotary_pct")
     kind = next((kind for kind in kinds if kind != "default"), "default")
     scaling = tables["rope_scaling"] or tables["rope_parameters"]
+    original = "original_max_position_embeddings"
+    if kind == "yarn" and scaling.get(original) is None and config.get(original) is not None:
+        # transformers looks for it there, too.
+        scaling = {**scaling, original: config[original]}
     return Rope(positive_number(flat, base, 10000), positive_number(flat, part, 1.0), kind, scaling), []
 
 

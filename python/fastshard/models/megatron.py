@@ -81,6 +81,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         "apply_layernorm_1p",
         "apply_residual_connection_post_layernorm",
         "attention_output_gate",
+        # It computes YaRN with numbers that no argument states.
+        # source: megatron/post_training/model_builder.py
+        "enable_gpt_oss",
         "heterogeneous_block_specs",
         "is_hybrid_model",
         "layernorm_zero_centered_gamma",
@@ -330,6 +333,8 @@ class Megatron:
         elif values.get("position_embedding_type") == "yarn":
             rope, unlike = megatron_heads.read_yarn(values, rope)
             some = [*some, *unlike]
+            if (unstated_key := megatron_heads.find_unstated_of_yarn(values)) is not None:
+                assumed["rope.scaling"] = unstated_key
         elif read_flag(values, "use_rope_scaling"):
             factor = real("rope.scaling", "rope_scaling_factor", 8.0)
             rope = Rope(rope.base, rope.share, "llama3", {"factor": factor, **LLAMA3_SCALING})

@@ -15,6 +15,10 @@ from .megatron_sizes import DELTA_VALUES, MOST_LAYERS, OF_DELTA, OF_INDEXER
 from .model import Lack
 from .overridden_settings import is_config_json, read_settings
 
+_POSITIONS = "max_position_embeddings"
+#: Not an argument: the config has no YaRN, and arguments that state it are of another model.
+STATES_NO_YARN = "states_no_yarn"
+
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
     """Read the settings that a config states, as arguments, and those that no argument states.
@@ -57,12 +61,18 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found |= {"rope_scaling_factor": settings["rope.factor"]} if "rope.factor" in settings else {}
     if "sliding_window" in settings and not isinstance(window, list):
         found["window_size"] = None if window is None else (window - 1, 0)
-        if of is not None and of.window == "set":
-            found |= _read_windowed_layers(settings)
+        is_set = of is not None and of.window == "set"
+        found |= _read_windowed_layers(settings) if is_set else {megatron_heads.SKIPPED: None}
     if of is not None and of.activation == megatron_heads.CLAMPED_SWIGLU:
         found |= {"swiglu": False, **megatron_heads.CLAMPED}
     if of is not None and of.sinks:
         found[megatron_heads.SOFTMAX] = megatron_heads.LEARNABLE
+    if of is not None:
+        lacking += [
+            Lack(key, shown(value), shown(config[key]))
+            for key, value in of.fixed.items()
+            if config.get(key) not in (None, value)
+        ]
     if isinstance(tied := config.get("tie_word_embeddings"), bool):
         found[UNTIED] = not tied
     if is_latent:
@@ -73,10 +83,17 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found |= of_latent
         lacking += unlike
     else:
-        if kind == "yarn":
-            rope, _ = rope_of(config)
-            found |= megatron_heads.write_yarn(rope, settings.get("max_position_embeddings"))
-            lacking += megatron_heads.list_lacks_of_yarn(rope)
+        rope, _ = rope_of(config if of is None or "rope_type" in settings else {**of.defaults, **config})
+        if rope.kind == "yarn":
+            lacking += (unlike := megatron_heads.list_lacks_of_yarn(rope))
+            if not unlike:
+                positions = settings.get(
+                    "max_position_embeddings", (of.defaults if of else {}).get(_POSITIONS)
+                )
+                found |= megatron_heads.write_yarn(rope, positions)
+        elif "rope_type" in settings or "rope_theta" in settings:
+            # Arguments may state YaRN, which the config does not.
+            found[STATES_NO_YARN] = True
         found |= _read_config_of_delta(config, settings)
         found |= _read_config_of_experts(config, settings) if "experts" in settings else {}
     if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):

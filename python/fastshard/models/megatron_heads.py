@@ -96,6 +96,8 @@ def write_windows(model: Model, layers: int) -> dict[str, Any]:
 def read_yarn(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
     """Return the rotary embedding of heads that YaRN scales, and what no other framework has of it.
 
+    :func:`find_unstated_of_yarn` finds the arguments whose defaults this takes.
+
     Raises:
         FastshardError: ``FS211`` for an invalid value.
     """
@@ -116,6 +118,11 @@ def read_yarn(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
         # Rotations are those without it, and so is the attention's scale.
         return Rope(rope.base), lacking
     return Rope(rope.base, 1.0, "yarn", scaling), lacking
+
+
+def find_unstated_of_yarn(args: Mapping[str, Any]) -> str | None:
+    """Find the first argument of YaRN that is not stated, and whose default changes the rotations."""
+    return next((argument for argument, _ in YARN.values() if args.get(argument) is None), None)
 
 
 def _read_mscale(args: Mapping[str, Any], key: str, default: float) -> float:
@@ -140,11 +147,22 @@ def write_yarn(rope: Rope, max_positions: int | None) -> dict[str, Any]:
     out: dict[str, Any] = {"position_embedding_type": "yarn"}
     for key, (argument, default) in YARN.items():
         out[argument] = config_fields.positive_number(scaling, key, default)
-    has_both = scaling.get("mscale") and scaling.get("mscale_all_dim")
-    mscales = (
-        [config_fields.positive_number(scaling, key, 1.0) for key in MSCALES] if has_both else (1.0, 0.0)
-    )
-    return {**out, ROUNDED: scaling.get("truncate", True), **dict(zip(MSCALES, mscales, strict=True))}
+    # What is stated as null is false there.
+    out[ROUNDED] = bool(rope.scaling.get("truncate", True))
+    some, every = 1.0, 0.0
+    if (stated := scaling.get("attention_factor")) is not None:
+        # transformers takes it before the other two. Of Megatron's two one is enough for any scale.
+        some = _find_mscale(out["rotary_scaling_factor"], float(stated))
+    elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        some, every = (config_fields.positive_number(scaling, key, 1.0) for key in MSCALES)
+    return {**out, "mscale": some, "mscale_all_dim": every}
+
+
+def _find_mscale(factor: float, scale: float) -> float:
+    """Return the number by which the scale of attention is that which is stated."""
+    if factor <= 1 or math.isclose(scale, _scale(factor, 1.0), rel_tol=1e-12):
+        return 1.0
+    return (scale - 1.0) / (0.1 * math.log(factor))
 
 
 def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
@@ -160,12 +178,21 @@ def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
     ]
     if rope.share != 1:
         lacking.append(Lack("share of a head that is rotated", "1 with YaRN", f"{rope.share:g}"))
-    factor, scale = scaling.get("factor"), scaling.get("attention_factor")
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        lacking.append(Lack("rope_scaling (factor)", "a number", shown(factor)))
-    elif scale is not None and not math.isclose(float(scale), _scale(factor, 1.0), rel_tol=1e-6):
-        expected = f"{_scale(factor, 1.0):.7g}, which Megatron-LM computes from the factor"
-        lacking.append(Lack("rope_scaling (attention_factor)", expected, shown(scale)))
+    if not isinstance(truncated := scaling.get("truncate", True), bool):
+        lacking.append(Lack("rope_scaling (truncate)", "true or false", shown(truncated)))
+    numbers = {
+        key: float(value)
+        for key, value in scaling.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    factor, scale = numbers.get("factor"), numbers.get("attention_factor")
+    if factor is None:
+        lacking.append(Lack("rope_scaling (factor)", "a number", shown(scaling.get("factor"))))
+    elif "attention_factor" in scaling:
+        expected = "a number of 1 or more" if factor > 1 else "1, as the factor scales nothing"
+        if scale is None or scale < 1 or (factor <= 1 and not math.isclose(scale, 1.0)):
+            got = shown(scaling["attention_factor"])
+            lacking.append(Lack("rope_scaling (attention_factor)", expected, got))
     return lacking
 
 

@@ -12,7 +12,7 @@ from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import READABLE_ALONE, Listing
 from ..common.log import log
-from ..common.plugins import ADAPTERS, find_plugins, load_plugin
+from ..common.plugins import ADAPTERS, explain_failure, find_plugins, load_plugin
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from ..common.stored_places import show_text
@@ -22,7 +22,7 @@ from .huggingface.adapter import HuggingFace
 from .single_files import refuse_rank_folder
 from .step_trackers import refuse_lone_trackers, warn_of_lone_trackers
 
-__all__ = ["detect", "load_adapters"]
+__all__ = ["detect", "list_formats", "load_adapters"]
 
 
 def _load_universal() -> Adapter[Any]:
@@ -114,6 +114,8 @@ class Entry:
     mark: re.Pattern[str] | None = None
     #: Matches the name of a file that is given by itself.
     mark_alone: re.Pattern[str] | None = None
+    #: The name of its entry point, for an adapter of another package.
+    plugin: str | None = None
 
     def may_find(self, names: Collection[str], is_single: bool = False) -> bool:
         """Return True if some name is a reason to ask the adapter."""
@@ -165,16 +167,23 @@ _ENTRIES: list[Entry] = [
 
 def _list_entries() -> list[Entry]:
     """List the entries of installed packages, and after them fastshard's own."""
-    return [*(Entry(partial(_load_installed, name)) for name in find_plugins(ADAPTERS)), *_ENTRIES]
+    installed = (Entry(partial(_load_installed, name), plugin=name) for name in find_plugins(ADAPTERS))
+    return [*installed, *_ENTRIES]
 
 
 def _load_installed(name: str) -> Adapter[Any]:
-    adapter: Adapter[Any] = load_plugin(ADAPTERS, name)()
-    return adapter
+    with explain_failure(ADAPTERS, name):
+        adapter: Adapter[Any] = load_plugin(ADAPTERS, name)()
+        return adapter
 
 
 #: Words for the step that is taken if none is named.
 _LATEST = ("latest", "newest", "last")
+
+
+def list_formats() -> list[str]:
+    """List the names of fastshard's own adapters, and of those that installed packages register."""
+    return [*(entry.load().name for entry in _ENTRIES), *find_plugins(ADAPTERS)]
 
 
 def load_adapters() -> list[Adapter[Any]]:
@@ -198,7 +207,10 @@ def _in_order(listing: Listing) -> list[Entry]:
 
 def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:
     """Ask an adapter for a checkpoint."""
-    return entry.load().detect(listing, options)
+    if entry.plugin is None:
+        return entry.load().detect(listing, options)
+    with explain_failure(ADAPTERS, entry.plugin):
+        return entry.load().detect(listing, options)
 
 
 def detect(listing: Listing, options: Options) -> Found[Any]:

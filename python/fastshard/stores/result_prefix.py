@@ -342,8 +342,8 @@ class ResultPrefix:
         self.findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                "the store does not honour conditions: that no other run wrote to the prefix at the same "
-                "time is not proven",
+                "the store does not honour conditions: whether another run wrote to the prefix at the same "
+                "time cannot be checked",
                 severity="warning",
                 file=self.address,
                 unnoticed="a second run that wrote to the same prefix",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..common import codes, plugins
 from ..common.errors import FastshardError
 from ..common.near_words import meant
-from ..common.plugins import find_plugins, load_plugin
+from ..common.plugins import explain_failure, find_plugins, load_plugin
 from ..layouts.declaration import Source
 from .request import Request
 
@@ -37,6 +37,24 @@ _PLACES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
+def _list_installed() -> dict[str, str]:
+    """List the targets of installed packages; none if entry points cannot be read, as adapters report."""
+    try:
+        return find_plugins(plugins.TARGETS)
+    except FastshardError:
+        return {}
+
+
+def _load_installed(name: str) -> type[Target]:
+    from .base import Target
+
+    with explain_failure(plugins.TARGETS, name):
+        loaded = load_plugin(plugins.TARGETS, name)
+        if not (isinstance(loaded, type) and issubclass(loaded, Target)):
+            raise TypeError("it is no Target")
+        return loaded
+
+
 class _Targets(Mapping[str, "type[Target]"]):
     """Targets by the names of ``--to``, in the order of their help; each is loaded on first use."""
 
@@ -44,22 +62,21 @@ class _Targets(Mapping[str, "type[Target]"]):
 
     def __getitem__(self, name: str) -> type[Target]:
         if name not in self._places:
-            if name not in find_plugins(plugins.TARGETS):
+            if name not in _list_installed():
                 raise KeyError(name)
-            loaded: type[Target] = load_plugin(plugins.TARGETS, name)
-            return loaded
+            return _load_installed(name)
         module, target = self._places[name]
         found: type[Target] = getattr(import_module(f".{module}", __package__), target)
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places or name in find_plugins(plugins.TARGETS)
+        return name in self._places or name in _list_installed()
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._places, **find_plugins(plugins.TARGETS)})
+        return iter({**self._places, **_list_installed()})
 
     def __len__(self) -> int:
-        return len({**self._places, **find_plugins(plugins.TARGETS)})
+        return len({**self._places, **_list_installed()})
 
 
 #: Targets that are written.

@@ -33,9 +33,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         return _list_codes(found)
     text = _format(explanation)
     if explanation.code == codes.NOT_A_CHECKPOINT:
-        from ...sources.registry import load_adapters
+        from ...sources.registry import list_formats
 
-        text += f"\n\nfastshard reads: {', '.join(adapter.name for adapter in load_adapters())}."
+        text += f"\n\nfastshard reads: {', '.join(list_formats())}."
     return Result(text, explanation.to_dict()), []
 
 

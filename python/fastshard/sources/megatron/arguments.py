@@ -60,6 +60,8 @@ def override(
     if config is None:
         return args, []
     settings, lacking = megatron_config.read_config_settings(config)
+    if settings.pop(megatron_config.STATES_NO_YARN, False) and args.get("position_embedding_type") == "yarn":
+        settings["position_embedding_type"] = "rope"
     if not settings and not lacking:
         raise FastshardError.of(
             codes.BAD_VALUE,

@@ -39,9 +39,6 @@ _RENAMED = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
-    "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
 }
 _SIZES = (
     "num_layers",
@@ -222,6 +219,8 @@ def _arguments(config: Mapping[Any, Any], file: str) -> tuple[dict[str, Any], li
             (new := _RENAMED.get(str(key), str(key))) in megatron.SETTINGS or new in _KEPT or _is_routing(new)
         )
     }
+    if not config.get("multi_latent_attention") and config.get("position_embedding_type") == "yarn":
+        args |= _read_yarn(config)
     lacking: list[Lack] = []
     heads, groups = config.get("num_attention_heads"), config.get("num_query_groups")
     if heads is not None:
@@ -243,6 +242,19 @@ def _arguments(config: Mapping[Any, Any], file: str) -> tuple[dict[str, Any], li
     lacking += _activation(config, args)
     lacking += _scaling(config, args)
     return args, lacking
+
+
+def _read_yarn(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the arguments of YaRN for heads, whose fields have names of their own.
+
+    Without one of the two scales of attention it is that of the factor alone.
+    source: megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py
+    (_yarn_get_concentration_factor)
+    """
+    scales = [config.get(f"yarn_{key}") for key in ("mscale", "mscale_all_dim")]
+    some, every = (1.0, 0.0) if None in scales else scales
+    factor = config.get("yarn_rotary_scaling_factor")
+    return {"rotary_scaling_factor": factor, "mscale": some, "mscale_all_dim": every}
 
 
 def _is_routing(name: str) -> bool:
