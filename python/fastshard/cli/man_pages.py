@@ -79,7 +79,7 @@ def _item(term: str, meaning: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Format paragraphs for roff; indented ones keep their lines."""
+    """Format paragraphs for roff; indented paragraphs keep their line breaks."""
     lines: list[str] = []
     for paragraph in text.strip("\n").split("\n\n"):
         rows = paragraph.splitlines()

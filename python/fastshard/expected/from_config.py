@@ -201,7 +201,7 @@ def _differs(name: str, count: int, size: int, severity: str) -> Finding:
         tensor=name,
         expected=f"{size} rows (vocab_size)",
         got=str(count),
-        help="ask the tokenizer which is right, and correct the config or restore the file",
+        help="see in the tokenizer which value is right, and correct the config or restore the file",
     )
 
 

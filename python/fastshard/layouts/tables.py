@@ -142,7 +142,7 @@ def _table(name: str, above: tuple[str, ...]) -> _core.Table:
                 raise
             found = [finding.replace(file=finding.file or f"{name}.toml") for finding in error.findings]
             found[0] = found[0].replace(
-                help=f"update the package that brings this table, or set {VARIABLE}=off"
+                help=f"install another version of the package that brings this table, or set {VARIABLE}=off"
             )
             raise error_for(found) from None
     return _parsed[name]

@@ -633,7 +633,7 @@ class HubUpload:
 
     @contextlib.contextmanager
     def _keep_quiet(self) -> Iterator[None]:
-        """Show neither bars nor secrets of huggingface_hub, and let no request wait without an end."""
+        """Hide huggingface_hub's progress bars and secrets, and give every request a timeout."""
         import warnings
 
         from huggingface_hub import get_session

@@ -106,7 +106,7 @@ class OrbaxTarget(Target):
                     codes.UNSUPPORTED,
                     "names of a tree: one is the parent of another, or has an empty part",
                     tensor=name,
-                    help="leave it out with --exclude in a merge first",
+                    help="merge it first, with --exclude for this tensor",
                 )
             if "/" in name and not self.ocdbt:
                 raise FastshardError.of(

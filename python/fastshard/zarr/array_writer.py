@@ -106,7 +106,7 @@ class StoreWriter:
         self._context: Any = None
 
     def begin(self, folder: str, how: dict[str, Any], arrays: list[dict[str, Any]]) -> list[Finding] | None:
-        """Create the store in ``folder`` from nothing: the remains of an interrupted run are removed."""
+        """Create the store in ``folder`` from scratch; what an interrupted run left there is removed."""
         # TensorStore takes no path with `..` in it.
         path = Path(folder).resolve()
         if path.exists():

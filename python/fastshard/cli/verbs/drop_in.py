@@ -36,7 +36,10 @@ def _of_zero(parser: argparse.ArgumentParser) -> None:
         help="safetensors; fastshard always writes it",
     )
     group.add_argument(
-        "-t", "--tag", metavar="TAG", help="step, e.g. global_step1 (default: what latest names)"
+        "-t",
+        "--tag",
+        metavar="TAG",
+        help="step, e.g. global_step1 (default: the step that the file `latest` names)",
     )
     group.add_argument(
         "--exclude_frozen_parameters",

@@ -291,7 +291,7 @@ def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Find
             f"optimizer state {what!r}: not read",
             file=found.files[at].path,
             expected=" | ".join(sorted(_SLOTS)),
-            help="merge without --optimizer takes the parameters alone",
+            help="merge without --optimizer to take only the parameters",
         )
         for what, at in unknown.items()
     ]
@@ -334,7 +334,7 @@ def _fused(path: str, name: str) -> Finding:
         " key and value: no file states how many ranks there were",
         file=path,
         tensor=name,
-        help="merge without --optimizer takes the parameters alone, which are in order",
+        help="merge without --optimizer to take only the parameters, which are in order",
     )
 
 

@@ -125,7 +125,7 @@ class TpSafetensors:
                             file=path,
                             expected=str(source.binding.axes["V"]),
                             got=str(vocab),
-                            help="ask the tokenizer which is right, and correct the other file",
+                            help="see in the tokenizer which value is right, and correct the other file",
                         )
                     )
                 source.binding.vocab_size = vocab

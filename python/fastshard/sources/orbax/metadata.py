@@ -86,7 +86,7 @@ def parse_tree(text: str, where: str) -> Tree:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The division of an array over devices: ids of the mesh in C order, and mesh axes per dimension."""
+    """The sharding of an array: the mesh's device ids in C order, and the mesh axes of each dimension."""
 
     mesh: tuple[int, ...]
     axes: tuple[str, ...]
