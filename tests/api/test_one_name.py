@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import fastshard
@@ -35,7 +36,13 @@ def test_every_document_states_its_schema_and_the_tool() -> None:
     tool = f"fastshard {fastshard.__version__}"
     for words in (("inspect", HF), ("ls", HF), ("explain", "FS303"), ("merge", HF), ("--json",)):
         done = subprocess.run(
-            ["fastshard", *map(str, words), *(() if "--json" in words else ("--json",))],
+            [
+                sys.executable,
+                "-m",
+                "fastshard",
+                *map(str, words),
+                *(() if "--json" in words else ("--json",)),
+            ],
             capture_output=True,
             text=True,
             check=False,
