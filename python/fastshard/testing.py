@@ -23,7 +23,14 @@ from .sources.base import Options
 from .sources.registry import load_adapters
 from .verification.verify import verify
 
-__all__ = ["DAMAGES", "check_adapter", "find_needed_files", "list_adapters", "list_silent_damages"]
+__all__ = [
+    "DAMAGES",
+    "check_adapter",
+    "find_needed_files",
+    "list_adapters",
+    "list_silent_damages",
+    "restore_content",
+]
 
 #: Damages of a file, by name: functions of its content.
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -81,7 +88,7 @@ def list_silent_damages(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[
         before = _find_problems(copy)
         for path in find_needed_files(copy, spare):
             for damage in ("lost", *DAMAGES):
-                with _restore(path) as content:
+                with restore_content(path) as content:
                     if damage == "lost":
                         path.unlink()
                     else:
@@ -128,8 +135,8 @@ def _names(finding: Finding, path: Path) -> bool:
 
 
 @contextmanager
-def _restore(path: Path) -> Iterator[bytes]:
-    """Give a file's content, and write it back in the end."""
+def restore_content(path: Path) -> Iterator[bytes]:
+    """Gives a file's content, and writes it back in the end."""
     content = path.read_bytes()
     try:
         yield content

@@ -4,8 +4,7 @@ again."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import fastshard
@@ -16,7 +15,7 @@ from fastshard.sources import registry
 from fastshard.sources.base import Options
 from fastshard.targets.base import Target
 from fastshard.targets.registry import TARGETS
-from fastshard.testing import DAMAGES, list_adapters
+from fastshard.testing import DAMAGES, list_adapters, restore_content
 from helpers import cli
 from origins import ORIGINS
 from test_damage import kind_of, spare
@@ -58,16 +57,6 @@ def find_needed_file(name: str, root: Path) -> Path:
     return max(files, key=lambda path: (path.stat().st_size, path))
 
 
-@contextmanager
-def keep_content(path: Path) -> Iterator[bytes]:
-    """Gives a file's content, and writes it back in the end."""
-    content = path.read_bytes()
-    try:
-        yield content
-    finally:
-        path.write_bytes(content)
-
-
 @pytest.mark.parametrize("name", ORIGINS)
 def test_one_adapter_takes_a_checkpoint_and_no_other_before_it(
     name: str, checkpoints: Callable[[str], Path]
@@ -87,7 +76,7 @@ def test_every_adapter_has_an_origin(checkpoints: Callable[[str], Path]) -> None
 def test_a_file_that_is_missing_is_named(name: str, checkpoints: Callable[[str], Path]) -> None:
     root = checkpoints(name)
     path = find_needed_file(name, root)
-    with keep_content(path):
+    with restore_content(path):
         path.unlink()
         ran = cli("verify", root)
     if name in ONE_FILE:
@@ -103,7 +92,7 @@ def test_a_file_that_is_missing_is_named(name: str, checkpoints: Callable[[str],
 def test_a_damaged_file_is_named(name: str, damage: str, checkpoints: Callable[[str], Path]) -> None:
     root = checkpoints(name)
     path = find_needed_file(name, root)
-    with keep_content(path) as content:
+    with restore_content(path) as content:
         path.write_bytes(DAMAGES[damage](content))
         ran = cli("verify", root)
     if (name, damage) in ONLY_WARNED:

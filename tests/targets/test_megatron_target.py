@@ -460,3 +460,19 @@ def test_a_step_that_is_no_number_is_not_there(step: str, tmp_path: Path) -> Non
     (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text(step)
     ran = cli("inspect", tmp_path / "megatron")
     assert ran.having("FS105"), ran.out
+
+
+@pytest.mark.parametrize("skipped", [1, 2, [0, 1, 0, 1]])
+def test_a_config_with_a_window_in_all_layers_goes_before_the_list_of_arguments(
+    skipped: Any, tmp_path: Path
+) -> None:
+    rank_file_of("qwen2", tmp_path / "megatron", window_size=(4, 0), window_attn_skip_freq=skipped)
+    config = json.loads((tmp_path / "made/config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+    config.pop("layer_types", None)
+    (tmp_path / "given.json").write_text(json.dumps(config))
+    command = (*TO_HF[1:], "--config", tmp_path / "given.json")
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "out", *command)
+    assert ran.code == 0, ran.out
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["sliding_window"], written["max_window_layers"]) == (5, 0)

@@ -98,14 +98,14 @@ def trace(
     if tensor not in plan.index:
         raise _explain_unknown(plan, tensor, own=to is not None and tensor in checkpoint)
     findings = list(plan.findings)
-    blake3 = stated = None
+    computed_hash = recorded_hash = None
     document = plan.trace(tensor)
     if reads:
-        blake3, damage = _compute_hash(plan, tensor, memory, threads)
+        computed_hash, damage = _compute_hash(plan, tensor, memory, threads)
         findings += checkpoint.opened.gate.evaluate(damage)
     elif to is None and (manifest := beside(checkpoint)) is not None:
-        stated = _read_stored_hash(read(manifest), document)
-    return TensorTrace(**document, blake3=blake3, blake3_stated=stated, findings=findings)
+        recorded_hash = _read_stored_hash(read(manifest), document)
+    return TensorTrace(**document, blake3=computed_hash, blake3_stated=recorded_hash, findings=findings)
 
 
 def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:

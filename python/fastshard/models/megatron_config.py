@@ -16,8 +16,6 @@ from .model import Lack
 from .overridden_settings import is_config_json, read_settings
 
 _POSITIONS = "max_position_embeddings"
-#: Not an argument: the config has no YaRN, and arguments that state it are of another model.
-STATES_NO_YARN = "states_no_yarn"
 
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
@@ -92,8 +90,7 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
                 )
                 found |= megatron_heads.write_yarn(rope, positions)
         elif "rope_type" in settings or "rope_theta" in settings:
-            # Arguments may state YaRN, which the config does not.
-            found[STATES_NO_YARN] = True
+            found["position_embedding_type"] = "rope"
         found |= _read_config_of_delta(config, settings)
         found |= _read_config_of_experts(config, settings) if "experts" in settings else {}
     if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):

@@ -60,8 +60,10 @@ def override(
     if config is None:
         return args, []
     settings, lacking = megatron_config.read_config_settings(config)
-    if settings.pop(megatron_config.STATES_NO_YARN, False) and args.get("position_embedding_type") == "yarn":
-        settings["position_embedding_type"] = "rope"
+    positions = "position_embedding_type"
+    if is_config_json(config) and settings.get(positions) == "rope" and args.get(positions) != "yarn":
+        # A config.json turns YaRN off, and no other kind of positions.
+        del settings[positions]
     if not settings and not lacking:
         raise FastshardError.of(
             codes.BAD_VALUE,
