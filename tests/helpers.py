@@ -61,8 +61,8 @@ class Ran:
 
     @property
     def not_checked(self) -> str:
-        """What was not checked, in one text."""
-        return "; ".join(self.doc["not_checked"])
+        """What was not checked, in one text; nothing where an error was found."""
+        return "; ".join(self.doc.get("not_checked", ()))
 
     def having(self, code: str, **parts: str) -> list[dict[str, Any]]:
         """Findings of a code whose fields contain the given texts; ``file`` is any of those that one is
