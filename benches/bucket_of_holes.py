@@ -38,6 +38,8 @@ def serve_folder(folder: Path, bucket: str, latency: float) -> Iterator[tuple[st
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # A body that follows its header must not wait for the client's acknowledgement.
+        disable_nagle_algorithm = True
 
         def log_message(self, *_: object) -> None:
             pass
@@ -89,8 +91,12 @@ def serve_folder(folder: Path, bucket: str, latency: float) -> Iterator[tuple[st
             )
             self._answer(200, answer.encode(), {"Content-Type": "application/xml"})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        # 64 connections that come at once are taken: one that is refused comes again after a second.
+        request_queue_size = 1024
+
+    server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", served

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
 #: Headers that are requested from a store at once.
-_REQUESTS = 32
+_REQUESTS = 64
 #: Options that name files or folders, which may lie in a store.
 _PATHS = ("like", "config", "adapter", "fill_from")
 
