@@ -29,6 +29,7 @@ ROOMS = (
         "targets",
         "findings",
         "checkpoint",
+        "evaluation",
         "conversion",
     ),
     *("verification", "reporting", "cli", "integrations"),
