@@ -53,7 +53,7 @@ def test_every_document_states_its_schema_and_the_tool() -> None:
 
 
 def test_a_document_lists_what_was_not_checked(tmp_path: Path) -> None:
-    assert cli("verify", HF).doc["not_checked"] == ["the contents (no checksums here)"]
+    assert cli("verify", HF).doc["not_checked"] == ["the contents (there are no checksums)"]
     assert fastshard.merge(HF, tmp_path / "out").document["not_checked"]
     document = cli("verify", tmp_path / "out").doc
     assert (document["verdict"], document["not_checked"]) == ("OK", [])

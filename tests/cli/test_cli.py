@@ -254,16 +254,16 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
     [
         (
             ("manifest", TP4, "--include", "x"),
-            "it is of stats, trace, plan, merge, convert, consolidate, verify, diff, split",
+            "it is an option of stats, trace, plan, merge, convert, consolidate, verify, diff, split",
         ),
-        (("verify", TP4, "--tokenizer", "x"), "it is of plan, merge, convert, layers, loss, split"),
+        (("verify", TP4, "--tokenizer", "x"), "it is an option of plan, merge, convert, layers, loss, split"),
         (
             ("master-weights", TP4, "--max-shard-size", "1GB"),
-            "it is of trace, plan, merge, convert, zero-to-fp32, consolidate, split",
+            "it is an option of trace, plan, merge, convert, zero-to-fp32, consolidate, split",
         ),
         (
             ("clean", "out", "--memory", "1GiB"),
-            "it is of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, "
+            "it is an option of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, "
             "master-weights, verify, find, steps, diff, layers, loss, manifest, attest, split, make-part, "
             "commit, copy-local",
         ),
@@ -332,13 +332,13 @@ def test_a_step_is_asked_of_what_has_none(ckpt: str) -> None:
 )
 def test_a_folder_where_a_file_is_named_says_so(argv: tuple[object, ...], code: str) -> None:
     ran = cli(*argv)
-    assert ran.code == 2 and ran.having(code, message="a folder, not a file", help="name a file")
+    assert ran.code == 2 and ran.having(code, message="a directory, not a file", help="name a file")
 
 
 @pytest.mark.parametrize("flag", [["--overwrite"], ["--resume"], ["--drop-optimizer"], ["--fsync", "none"]])
 def test_flags_of_a_repair_need_one(flag: list[str]) -> None:
     ran = cli("master-weights", FIXTURES / "deepspeed/zero1_bf16_dp2", *flag)
-    assert ran.code == 2 and ran.having("FS515", message=f"{flag[0]} goes with --repair OUT")
+    assert ran.code == 2 and ran.having("FS515", message=f"{flag[0]} needs --repair OUT")
 
 
 def test_locale_without_utf8_is_no_crash(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_new_verb_fails_as_all_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["findings"][0]["code"] == "FS515"
     assert as_json(capsys, "count", "--below")["command"] == "count"
     assert "did you mean count?" in run(capsys, "cuont")[2]
-    assert "it is of count" in run(capsys, "stats", TP4, "--below", "9")[2]
+    assert "it is an option of count" in run(capsys, "stats", TP4, "--below", "9")[2]
     assert "did you mean --below?" in run(capsys, "count", TP4, "--belwo", "9")[2]
 
 

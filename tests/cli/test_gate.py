@@ -208,7 +208,7 @@ def test_what_is_ignored_is_recorded(warns: str, tmp_path: Path) -> None:
     assert {(f["severity"], f.get("decided")) for f in manifest["findings"] if f["code"] == warns} == ignored
     text = cli("verify", ckpt, "--ignore", warns, json_output=False)
     assert text.code == 0 and "warning" not in text.out
-    assert f"ignored as asked: 1 of {warns}" in text.out
+    assert f"ignored as requested: 1 of {warns}" in text.out
     assert f"warning {warns}" in cli("verify", ckpt, "--ignore", warns, "-v", json_output=False).out
     document = cli("verify", ckpt, "--ignore", warns).doc
     assert (document["ok"], document["warnings"]) == (True, 0)
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_is_not_opened_is_not_ignored(tmp_path: Path) -> None:
     [
         (("--ignore", "FS999"), "no finding has the code FS999"),
         (("--error", "warnings"), "no finding has the code warnings"),
-        (("--error", "FS108", "--ignore", "108"), "FS108 is both in error and in ignore"),
+        (("--error", "FS108", "--ignore", "108"), "FS108 is in both error and ignore"),
     ],
 )
 def test_codes_that_cannot_be_meant(words: tuple[str, ...], told: str, tmp_path: Path) -> None:

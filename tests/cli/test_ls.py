@@ -83,8 +83,8 @@ def test_pages_make_the_whole() -> None:
     pages = [listed(NEOX, "--offset", at, "--limit", 7) for at in range(0, len(names) + 7, 7)]
     assert [name for page in pages for name in page] == names
     text = cli("ls", NEOX, "--offset", 7, "--limit", 7, json_output=False).out
-    assert "shown are 8 to 14 of 40 (go on with --offset 14)" in text
-    assert "shown are none" in cli("ls", NEOX, "--offset", 99, json_output=False).out
+    assert "showing 8 to 14 of 40 (continue with --offset 14)" in text
+    assert "none shown" in cli("ls", NEOX, "--offset", 99, json_output=False).out
     assert cli("ls", NEOX, "--limit", -1).code == 2
 
 

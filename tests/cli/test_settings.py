@@ -55,7 +55,7 @@ def test_they_are_read_from_the_folder_or_above(name: str, text: str, where: str
 def test_what_is_ignored(project: Path) -> None:
     (project / "fastshard.toml").write_text('ignore = ["FS108"]\n')
     ran = cli("inspect", project / "ckpt", json_output=False)
-    assert ran.code == 0 and "ignored as asked: 1 of FS108" in ran.out
+    assert ran.code == 0 and "ignored as requested: 1 of FS108" in ran.out
     assert code(project, "--error", "FS108") == 1
 
 

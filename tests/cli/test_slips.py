@@ -54,7 +54,7 @@ def test_a_path_in_the_place_of_the_command(
 @pytest.mark.parametrize("verb", [["merge"], ["convert", "--to", "hf"]])
 def test_the_destination_with_a_flag(verb: list[str], out: list[str]) -> None:
     error, help_ = read_usage_error(*verb, "node0", "node 1", *out)
-    assert error == f"fastshard {verb[0]}: error: OUT is the last path, and takes no flag"
+    assert error == f"fastshard {verb[0]}: error: OUT is the last path and has no flag"
     assert help_ == f"fastshard {' '.join(verb)} node0 'node 1' --memory 2GiB out"
     # Without a value, or twice, nothing is proposed.
     assert "lists all options" in read_usage_error(*verb, "node0", "out", "-o")[1]

@@ -131,7 +131,7 @@ def test_its_hash_is_that_of_the_result(tmp_path: Path) -> None:
         assert cli("trace", NEOX, name, "--to", "hf", "--hash").doc["blake3"] == manifest[name]["blake3"]
         # The result's own manifest states it, and nothing is read for that.
         told = cli("trace", tmp_path / "out", name, json_output=False).out
-        assert f"BLAKE3 {manifest[name]['blake3']}, by the manifest" in told
+        assert f"BLAKE3 {manifest[name]['blake3']}, from the manifest" in told
 
 
 def test_a_hash_of_a_shard_is_never_said_to_be_that_of_the_whole(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_a_record_takes_the_place_of_a_record_alone(tmp_path: Path) -> None:
     assert load_file(weights)["a"].tolist() == [1, 1]
     with pytest.raises(fastshard.FastshardError, match="ends with"):
         record(trainer, TOKENS, tmp_path / "record")
-    with pytest.raises(fastshard.FastshardError, match="no such folder"):
+    with pytest.raises(fastshard.FastshardError, match="no such directory"):
         record(trainer, TOKENS, tmp_path / "none" / "r.safetensors")
     for _ in range(2):
         record(trainer, TOKENS, tmp_path / "r.safetensors")
@@ -314,7 +314,7 @@ def test_what_the_tokens_do_not_reach_is_not_checked(tmp_path: Path) -> None:
     tokens = TOKENS[:, :4] % 31
     assert 31 not in tokens
     ran = cli("layers", trained(), other, "--tokens", write_tokens(tmp_path, tokens), json_output=False)
-    assert ran.code == 0 and "not checked: that what these tokens do not reach" in ran.err + ran.out
+    assert ran.code == 0 and "not checked: whether weights that these tokens do not reach" in ran.err + ran.out
 
 
 def write_tokens(folder: Path, tokens: torch.Tensor) -> Path:

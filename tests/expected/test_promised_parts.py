@@ -180,7 +180,7 @@ def test_mtp_layers_that_are_missing_are_a_warning(name: str, tmp_path: Path) ->
     source = saved(tmp_path / "in", tensors, config)
     (found,) = told(source)
     assert (found.code, found.severity, found.tensor) == ("FS116", "warning", None)
-    assert found.message == f"config.json promises 1 MTP layer ({key}), and no file holds a tensor of it"
+    assert found.message == f"config.json promises 1 MTP layer ({key}), and no file holds any of it"
     assert key in (found.help or "")
     ran = cli("verify", source)
     assert ran.code == 0 and [f["message"] for f in ran.having("FS116")] == [found.message]

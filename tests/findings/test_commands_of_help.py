@@ -108,9 +108,9 @@ REMOVED = {
     "make the piece again on its host, or remove it",
     "run the command, or remove the complete result, which is kept in ",
     "run the command, or remove the complete result, which is kept in X",
-    "remove this run too, though it could be continued",
+    "also remove this run, although it could be continued",
     "remove what interrupted runs left behind",
-    "say what would be removed, and remove nothing",
+    "list what would be removed, and remove nothing",
     "start afresh: remove the folder, and run again without --resume",
 }
 

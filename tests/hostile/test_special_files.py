@@ -139,7 +139,7 @@ def test_folder_named_latest_is_anybodys(tmp_path: Path) -> None:
 def test_checkpoint_that_is_no_file_and_no_folder(kind: str, tmp_path: Path) -> None:
     SPECIAL[kind](tmp_path / "model.safetensors")
     ran = bounded("inspect", tmp_path / "model.safetensors")
-    assert ran.code == 2 and len(ran.having("FS513", message="no regular file")) == 1
+    assert ran.code == 2 and len(ran.having("FS513", message="not a regular file")) == 1
 
 
 def test_names_that_nobody_reads_are_let_be(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_manifest_is_written_to_a_file_only(kind: str, tmp_path: Path) -> None:
     before = (path.lstat().st_mode, path.lstat().st_ino)
     ran = bounded("manifest", TP4, "-o", path)
     assert ran.code == 2 and ran.having(
-        "FS515", message="a folder" if kind == "directory" else "no regular file"
+        "FS515", message="a folder" if kind == "directory" else "not a regular file"
     ), ran.out
     assert (path.lstat().st_mode, path.lstat().st_ino) == before and [p.name for p in tmp_path.iterdir()] == [
         "m.json"

@@ -229,19 +229,19 @@ def of_another_checkpoint(signed: Path) -> None:
         (
             without_hint,
             "theirs.pub",
-            "made with another key, or was changed since",
+            "made with another key, or was changed later",
             "pass the signer's key, or copy",
         ),
         (
             cut_short,
             "ours.pub",
-            "no signature of model-signing, or it is truncated",
+            "not a model-signing signature, or it is truncated",
             "copy the signature file again",
         ),
         (
             with_other_payload,
             "ours.pub",
-            "the signature was changed since it was made",
+            "the signature was changed after it was made",
             "copy the signature file",
         ),
         (of_another_checkpoint, "ours.pub", "of another checkpoint", "pass the signature of this checkpoint"),

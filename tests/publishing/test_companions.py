@@ -283,7 +283,7 @@ def test_nothing_is_taken_from_a_folder_that_everybody_may_write_to(
     (told,) = converted(run, tmp_path / "out")
     assert told["severity"] == "warning" and told["file"].endswith("generation_config.json")
     assert told["got"] == "generation_config.json, tokenizer.json"
-    assert "everybody may write to" in told["message"] and f"--tokenizer {run.parent}" in told["help"]
+    assert "every user may write to" in told["message"] and f"--tokenizer {run.parent}" in told["help"]
     assert not {"tokenizer.json", "generation_config.json"} & {p.name for p in (tmp_path / "out").iterdir()}
     # What the warning advises.
     (other,) = converted(run, tmp_path / "given", "--tokenizer", run.parent)
@@ -440,7 +440,7 @@ def test_files_that_are_not_taken_are_listed(tmp_path: Path) -> None:
     assert not [path for path in ran.doc["left_out"] if (tmp_path / "out" / path).exists()]
     assert not [path for path in ran.doc["left_out"] if path.endswith(".safetensors")]
     printed = cli("merge", source, tmp_path / "more", "-v", json_output=False).out
-    assert "not taken from the source:" in printed and "  onnx/model.onnx" in printed
+    assert "not carried over from the source:" in printed and "  onnx/model.onnx" in printed
     (tmp_path / "alone").mkdir()
     for path in (tmp_path / "out").iterdir():
         shutil.copy(path, tmp_path / "alone")

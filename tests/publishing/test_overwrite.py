@@ -198,7 +198,7 @@ def test_a_new_result_that_was_never_published_is_got_back(tmp_path: Path) -> No
     out = tmp_path / "out"
     killed_at("sealed", out)
     text = cli("clean", out, json_output=False).out
-    assert f"it holds the newer result; nothing is at {out}" in text
+    assert f"it holds the newer result; {out} does not exist" in text
     [[stored]] = [left["results"] for left in cli("clean", out).doc["leftovers"]]
     assert stored["command"].endswith(f" {out}")
     assert subprocess.run(["sh", "-c", stored["command"]], check=False).returncode == 0

@@ -155,7 +155,7 @@ def test_a_good_checkpoint() -> None:
         "from 80 stored",
         "2 ranks and 2 other files",
         "headers alone",
-        "Not checked: that the layout is right",
+        "Not checked: whether the layout is right",
         "There is no manifest",
     ):
         assert words in text, words

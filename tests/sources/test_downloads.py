@@ -164,14 +164,14 @@ def printed(*argv: object) -> list[str]:
 
 
 def test_complete_says_that_contents_were_not_checked(hf: Path) -> None:
-    assert printed(hf) == ["not checked: the contents (no checksums here)", f"{hf}: OK, complete (exit 0)"]
+    assert printed(hf) == ["not checked: the contents (there are no checksums)", f"{hf}: OK, complete (exit 0)"]
     assert cli("verify", hf).doc["checked"] == {"ending": "complete"}
 
 
 def test_torch_files_have_checksums_of_their_own(tmp_path: Path) -> None:
     run = copy(NEOX, tmp_path / "run")
-    told = "the CRC32 that the files themselves keep"
-    assert printed(run)[0] == f"not checked: the contents (only against {told})"
+    told = "the CRC32 checksums in the files"
+    assert printed(run)[0] == f"not checked: the contents (only compared with {told})"
     assert cli("verify", run).doc["checked"] == {"ending": "complete", "against": [told]}
 
 
@@ -191,7 +191,7 @@ def test_what_would_not_be_noticed_is_said(tmp_path: Path) -> None:
     assert checked["unnoticed"][0].startswith("nothing outside the files states what must exist")
     first, *_, last = printed(tmp_path)
     assert first.startswith("not checked: nothing outside the files states")
-    assert last == f"{tmp_path}: OK, nothing is wrong as far as it was checked (exit 0)"
+    assert last == f"{tmp_path}: OK, no problem was found in what was checked (exit 0)"
 
 
 def test_a_list_of_its_own_is_no_proof_of_what_was_never_saved(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_swapped_files_contradict_their_own_arguments(pair: Any, order: str, tmp
     first, second = (
         f"tp {tp}, pp {pp}" for tp, pp in sorted(pair, key=lambda p: told["files"].index(rank_file(*p)))
     )
-    assert told["evidence"] == f"inside they say {second} and {first}"
+    assert told["evidence"] == f"inside they state {second} and {first}"
 
 
 @pytest.mark.parametrize(

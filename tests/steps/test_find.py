@@ -80,7 +80,7 @@ def test_text_has_places_commands_and_what_is_not_found(tmp_path: Path) -> None:
     (node / names[1]).unlink()
     ran = cli("find", run, "--in", node, json_output=False)
     assert ran.code == 3
-    assert f"  {node / names[0]} (name and folder fit)" in ran.out
+    assert f"  {node / names[0]} (name and directory match)" in ran.out
     assert f"  mkdir -p {(run / names[0]).parent} && cp -p {node / names[0]} {run / names[0]}" in ran.out
     assert f"error FS101: {names[1]}: the file is missing" in ran.out
     assert ran.out.splitlines()[-1].endswith("(exit 3)")
@@ -88,7 +88,7 @@ def test_text_has_places_commands_and_what_is_not_found(tmp_path: Path) -> None:
 
 def test_a_complete_checkpoint_lacks_nothing(tmp_path: Path) -> None:
     ran = cli("find", NEOX, "--in", tmp_path, json_output=False)
-    assert (ran.code, ran.out) == (0, f"{NEOX}: OK, no file is missing, by the headers (exit 0)\n")
+    assert (ran.code, ran.out) == (0, f"{NEOX}: OK, the headers show no missing file (exit 0)\n")
 
 
 def test_files_of_other_ranks_and_steps_are_not_offered(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_files_of_other_ranks_and_steps_are_not_offered(tmp_path: Path) -> None:
     ran = cli("find", run, "--in", node)
     assert (ran.code, ran.doc["commands"]) == (3, [])
     reason = ran.doc["files"][0]["reason"]
-    assert "of step iter_0000020" in reason and f"nothing says that it is mp_rank_01_001/{RANK}" in reason
-    assert f"nothing says that it is of step {ITERATION}" in reason
+    assert "of step iter_0000020" in reason and f"nothing shows that it is mp_rank_01_001/{RANK}" in reason
+    assert f"nothing shows that it is of step {ITERATION}" in reason
 
 
 def test_a_manifest_finds_a_file_anywhere_and_refuses_others(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def test_a_manifest_finds_a_file_anywhere_and_refuses_others(tmp_path: Path) -> 
     found = fastshard.find(run, [node, tmp_path / "shorter"], memory="2GiB")
     assert not found.complete and found.commands == []
     assert found.files[0].reason is not None and "bytes instead of" in found.files[0].reason
-    assert "its hash is not that of the manifest" in found.files[0].reason
+    assert "its hash differs from the manifest" in found.files[0].reason
     found = fastshard.find(run, [node, flat], memory="2GiB")
     assert found.complete and found.files[0].found == str(flat / RANK)
-    assert found.files[0].evidence == "its hash is that of the manifest"
+    assert found.files[0].evidence == "its hash matches the manifest"
     # The same with a manifest that is elsewhere.
     moved = tmp_path / "manifest.json"
     shutil.move(run / "fastshard.manifest.json", moved)
@@ -166,7 +166,7 @@ def test_a_file_that_is_cut_off_or_empty_is_not_offered(tmp_path: Path) -> None:
     ran = cli("find", run, "--in", node)
     assert (ran.code, ran.doc["commands"]) == (3, []) and str(node / lost) in ran.doc["files"][0]["reason"]
     (node / lost).write_bytes(b"")
-    assert "no file of this name" in cli("find", run, "--in", node).doc["files"][0]["reason"]
+    assert "no file with this name" in cli("find", run, "--in", node).doc["files"][0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_names_that_leave_the_checkpoint_are_in_no_command(name: str, tmp_path: 
     (node / Path(name).name).write_bytes(b"12345678")
     ran = cli("find", run, "--in", node)
     assert ran.code == 3 and ran.doc["commands"] == []
-    assert [file["reason"] for file in ran.doc["files"]] == ["its name leaves the checkpoint"]
+    assert [file["reason"] for file in ran.doc["files"]] == ["its name points outside the checkpoint"]
 
 
 def test_names_of_a_shell_are_quoted_and_control_characters_refused(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_place_that_a_link_leads_out_of_is_refused(tmp_path: Path) -> None:
     (run / name).parent.symlink_to(tmp_path / "outside")
     ran = cli("find", run, "--in", node)
     assert (ran.code, ran.doc["commands"]) == (3, [])
-    assert ran.doc["files"][0]["reason"] == "a link leads out of the checkpoint"
+    assert ran.doc["files"][0]["reason"] == "a link points outside the checkpoint"
 
 
 def test_links_in_circles_and_special_files_are_passed_over(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_what_is_missing_without_a_file_stays_missing(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
     assert cli("find", NEOX, "--in", tmp_path / "nowhere").having("FS501", file="nowhere")
     assert cli("find", NEOX).code == 2
-    with pytest.raises(fastshard.FastshardError, match="no such folder"):
+    with pytest.raises(fastshard.FastshardError, match="no such directory"):
         fastshard.find(NEOX, [""])
 
 

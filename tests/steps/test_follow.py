@@ -263,6 +263,6 @@ def test_a_signal_ends_it_and_each_line_stands_alone(is_json: bool, tmp_path: Pa
 
 def test_options_of_following_need_it(tmp_path: Path) -> None:
     for words in (["--rest", "3"], ["--exec", "true"]):
-        assert cli("steps", HF, *words).having("FS515", message="without --follow")
+        assert cli("steps", HF, *words).having("FS515", message="need --follow")
     assert cli("steps", HF, "--follow", "--fix-tracker").having("FS515")
     assert cli("steps", tmp_path / "nowhere", "--follow").having("FS501")

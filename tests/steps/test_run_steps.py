@@ -63,7 +63,7 @@ def test_the_table_names_the_tracker_the_newest_and_the_first_finding(tmp_path: 
     assert head.split()[:3] == ["STEP", "VERDICT", "SIZE"]
     assert first == "iter_0000010  complete    545 kB  2096-10-02 07:06  newest complete"
     assert "incomplete" in second and "in latest_checkpointed_iteration.txt, FS101: " in second
-    assert "unfinished" in third and "FS104: iter_0000030: the folder of the step is empty" in third
+    assert "unfinished" in third and "FS104: iter_0000030: the step directory is empty" in third
     assert (
         "warning FS105: latest_checkpointed_iteration.txt: the tracker file names a step that is incomplete"
         in (ran.out.replace("\n", " "))
@@ -115,8 +115,8 @@ def test_links_to_steps_are_not_listed_twice(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
-    assert cli("steps", HF).having("FS501", message="no folder in it is a step")
-    assert cli("steps", tmp_path / "nowhere").having("FS501", message="no such folder")
+    assert cli("steps", HF).having("FS501", message="the directory holds no step")
+    assert cli("steps", tmp_path / "nowhere").having("FS501", message="no such directory")
     for node in ("node0", "node1"):
         copy_steps(HF, tmp_path / node, "checkpoint-1")
     assert cli("steps", tmp_path).having("FS106", got="node0, node1")
@@ -155,7 +155,7 @@ def test_a_tracker_of_an_unknown_form_stays(content: str, tmp_path: Path) -> Non
     (run / "latest_checkpointed_iteration.txt").write_text(content)
     before = state_of(run)
     ran = cli("steps", run, "--fix-tracker")
-    assert ran.code == 2 and ran.having("FS514", message="form of the tracker file is not known")
+    assert ran.code == 2 and ran.having("FS514", message="format of the tracker file is unknown")
     assert state_of(run) == before
 
 
@@ -287,12 +287,12 @@ def test_a_state_in_the_run_or_of_another_run_is_refused(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(run)
     for folder in (run / "state", tmp_path / "link/state", run):
         ran = cli("steps", run, "--verify", "--state", folder)
-        assert ran.having("FS515", message="lies in the run") and state_of(run) == before
+        assert ran.having("FS515", message="inside the run") and state_of(run) == before
     assert not (run / "state").exists()
     assert cli("steps", run, "--state", tmp_path / "state").having("FS515", message="needs --verify")
     other = copy_steps(HF, tmp_path / "other", "checkpoint-1")
     fastshard.steps(run, verify=True, state=tmp_path / "state", memory="2GiB")
-    with pytest.raises(fastshard.FastshardError, match="not of this run"):
+    with pytest.raises(fastshard.FastshardError, match="from another run"):
         fastshard.steps(other, verify=True, state=tmp_path / "state", memory="2GiB")
 
 

@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 #: What a command ends with, and what that means.
 EXIT_CODES = (
     ("0", "done (warnings are listed)"),
-    ("1", "problems found: damaged, inconsistent or different, or made an error by --fail-on or --error"),
-    ("2", "could not run: usage, permission, no such path, no checkpoint, not supported"),
-    ("3", "incomplete only: pieces are missing that may still arrive"),
-    ("130, 143", "stopped by Ctrl-C or SIGTERM; how to resume is printed"),
-    ("134", "aborted: the system has no memory left for a small buffer; --resume continues"),
+    (
+        "1",
+        "problems found: the checkpoint is damaged or inconsistent, checkpoints differ, or --fail-on or "
+        "--error made a finding an error",
+    ),
+    ("2", "could not run: invalid usage, no permission, path not found, no checkpoint, or not supported"),
+    ("3", "incomplete but otherwise sound: files are missing that may still arrive"),
+    ("130, 143", "stopped by Ctrl-C or SIGTERM; the message says how to resume"),
+    ("134", "aborted: the system had no memory for a small allocation; --resume continues the run"),
 )
 EXIT_NOTE = (
-    "Output that cannot be printed is a 2, unless its reader has closed the pipe. If the result was complete "
-    "before the problem, its place is printed."
+    "If the output cannot be printed, the exit code is 2, unless its reader closed the pipe. If the result "
+    "was complete before the problem, the message names its path."
 )
 SEE_ALSO = "`fastshard explain CODE` says what a finding means and what to do."
 SUMMARY = "merge, convert and verify the shards of large-model checkpoints"

@@ -134,7 +134,7 @@ def _explain_no_command(word: str, argv: Sequence[str], verbs: Verbs) -> UsageEr
     if (verb := find_verb(word, names)) is not None:
         message, run = f"there is no command {word}; {verb} does that", with_verb(verb, argv, replaces=True)
     elif is_path(word):
-        message = f"{word} stands where a command belongs: it comes first, then paths and options"
+        message = f"expected a command, found {word}: the command comes first, then paths and options"
         run = with_verb("inspect", argv, replaces=False)
     elif word in WHEN:
         message = f"there is no command {word}; the command comes first, then paths and options"
@@ -147,7 +147,7 @@ def _explain_no_command(word: str, argv: Sequence[str], verbs: Verbs) -> UsageEr
 
 
 def _explain_out(own: argparse.ArgumentParser, run: str) -> UsageError:
-    return UsageError(own, "OUT is the last path, and takes no flag", run)
+    return UsageError(own, "OUT is the last path and has no flag", run)
 
 
 def takes(verb: Verb, option: str, verbs: Verbs = VERBS) -> bool:
@@ -164,7 +164,11 @@ def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) 
         return ""
     takers = [name for name, own in subparsers(parser).items() if flag in flags(own)]
     # It is no slip of the pen: the nearest of this command's would be something else.
-    return f"; it is of {', '.join(takers)}" if takers else meant(flag, flags(subparsers(parser)[command]))
+    return (
+        f"; it is an option of {', '.join(takers)}"
+        if takers
+        else meant(flag, flags(subparsers(parser)[command]))
+    )
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -82,7 +82,7 @@ def print_findings(
     aside = Counter(f.code for f in findings if ignored(f))
     if aside and not (verbose or quiet):
         counts = ", ".join(f"{count} of {code}" for code, count in aside.items())
-        print(f"ignored as asked: {counts} (-v shows them)", file=file)
+        print(f"ignored as requested: {counts} (-v shows them)", file=file)
 
 
 def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:

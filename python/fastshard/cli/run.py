@@ -127,9 +127,9 @@ class Run:
 
             words = shlex.join([str(word) for word in given[:-1]])
             run = f"fastshard {verb.name} {words} -o {shlex.quote(path)}"
-            return finding.replace(help="name the result with -o", run=[run])
+            return finding.replace(help="pass the output file with -o", run=[run])
         return finding.replace(
-            help=f"leave {path} out if it is meant as OUT: {verb.name} writes nothing and takes none"
+            help=f"leave out {path} if you meant it as OUT: {verb.name} writes nothing and takes no OUT"
         )
 
     def _code(self, code: int) -> int:
@@ -155,7 +155,7 @@ class Run:
             word = next((word for word in self._argv if not word.startswith("-")), "")
             self._arguments.command = word if word in self._verbs else None
             run = [error.run] if error.run is not None else []
-            help_ = "run it so" if run else None
+            help_ = "run this command" if run else None
             return self._tell(None, [Finding.of(codes.USAGE, str(error), help=help_, run=run)], 2)
         self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")
         help_ = (
@@ -167,7 +167,7 @@ class Run:
     def _nothing_begun(self) -> str | None:
         if self._destination is None:
             return None
-        return "run it again; nothing is left of this run"
+        return "run the command again; this run left nothing behind"
 
     @property
     def _verb(self) -> Verb | None:
@@ -182,10 +182,10 @@ class Run:
     def _failed(self, error: Exception) -> int:
         """Report an unexpected error as a finding instead of a traceback."""
         if isinstance(error, OSError):
-            finding = safe_files.system_finding(error, _text(error.filename), "a call of the system failed")
+            finding = safe_files.system_finding(error, _text(error.filename), "a system call failed")
         elif isinstance(error, MemoryError):
             finding = Finding.of(
-                codes.MEMORY_BUDGET, "the system has no memory left", help="lower --memory or --threads"
+                codes.MEMORY_BUDGET, "the system is out of memory", help="lower --memory or --threads"
             )
         else:
             # Of all runs only these need it.
@@ -197,7 +197,7 @@ class Run:
             finding = Finding.of(
                 codes.INTERNAL,
                 f"{type(error).__name__}: {message} ({where})",
-                help="report this defect of fastshard; -v prints where it was raised",
+                help="report this bug in fastshard; -v prints where the error was raised",
             )
             if getattr(self._arguments, "verbose", 0):
                 self._streams.say(render.printable("".join(traceback.format_exception(error)), keep="\n"))

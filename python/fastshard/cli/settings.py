@@ -179,6 +179,6 @@ def _wrong(path: Path, what: str, expected: str | None, got: str | None = None) 
         file=str(path),
         expected=expected,
         got=got,
-        help="correct it, or leave settings out",
+        help="correct the file, or ignore settings",
         run=["--no-settings"],
     )

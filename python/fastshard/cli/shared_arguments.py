@@ -82,18 +82,22 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool
     """
     group = parser.add_argument_group("common")
     add_format(group)
-    group.add_argument("--color", choices=WHEN, default="auto", help="in the terminal (default: auto)")
-    group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
+    group.add_argument(
+        "--color", choices=WHEN, default="auto", help="color the terminal output (default: auto)"
+    )
+    group.add_argument("-q", "--quiet", action="count", default=0, help="print errors only")
     group.add_argument(
         "-v",
         "--verbose",
         action="count",
         default=0,
-        help="notes and per-tensor detail; -vv logs each step too",
+        help="show notes and per-tensor detail; -vv also logs each step",
     )
     add_options(group, Threads)
     if run:
-        group.add_argument("--progress", choices=("auto", "plain", "none"), help="on stderr (default: auto)")
+        group.add_argument(
+            "--progress", choices=("auto", "plain", "none"), help="show progress on stderr (default: auto)"
+        )
     if reads:
         add_options(group, Memory)
 
@@ -104,14 +108,18 @@ def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FO
         "--output-format",
         choices=formats,
         default="text",
-        help="text (default); one JSON object; GitHub annotations; a SARIF log; JUnit XML. The last three "
-        "list findings",
+        help="text (default), one JSON object, GitHub annotations, a SARIF log, or JUnit XML. The last "
+        "three list only findings",
     )
     parser.add_argument(
-        "--summary", metavar="FILE", help="append a summary in Markdown, e.g. to $GITHUB_STEP_SUMMARY"
+        "--summary", metavar="FILE", help="append a Markdown summary to this file, e.g. $GITHUB_STEP_SUMMARY"
     )
     parser.add_argument(
-        "--json", action="store_const", const="json", dest="output_format", help="--output-format json"
+        "--json",
+        action="store_const",
+        const="json",
+        dest="output_format",
+        help="same as --output-format json",
     )
 
 
@@ -121,7 +129,7 @@ def add_source(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
         "ckpt",
         nargs="+",
         metavar="CKPT",
-        help="checkpoint directory or file; several are node-local parts of one",
+        help="checkpoint directory or file; pass several if each node saved its part on a local disk",
     )
     add_opening(parser, like=like)
 
@@ -140,7 +148,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-settings",
         action="store_true",
-        help="leave out what fastshard.toml or [tool.fastshard] in a pyproject.toml says of these",
+        help="ignore the settings for these options in fastshard.toml and in [tool.fastshard] of "
+        "pyproject.toml",
     )
 
 
@@ -150,7 +159,7 @@ def add_exit_zero(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exit-zero",
         action="store_true",
-        help="exit with 0 instead of 1 and 3, to look at a broken checkpoint",
+        help="exit with 0 instead of 1 or 3, e.g. to look at a broken checkpoint",
     )
 
 
@@ -161,7 +170,9 @@ def looks(a: argparse.Namespace, writing: str) -> None:
         FastshardError: ``FS515``; otherwise a script would continue without a result.
     """
     if a.exit_zero:
-        raise FastshardError.of(codes.USAGE, f"--exit-zero and {writing}", help="leave out one option")
+        raise FastshardError.of(
+            codes.USAGE, f"--exit-zero cannot be combined with {writing}", help="leave out one option"
+        )
 
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
@@ -222,9 +233,8 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a "
-        "separate Ray "
-        "on this host (needs the package ray)",
+        help="write the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a "
+        "separate Ray instance on this host (needs the package ray)",
     )
 
 
@@ -238,8 +248,8 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
     if given:
         raise FastshardError.of(
             codes.USAGE,
-            f"--ray and {', '.join(given)}",
-            help="leave out --ray, or these options; with --ray start one process, and Ray starts the others",
+            f"--ray cannot be combined with {', '.join(given)}",
+            help="leave out --ray or these options; with --ray, start one process: Ray starts the others",
         )
     # All cores of a node are its own affair.
     return {"address": a.ray, "threads": None if a.threads is None else thread_count(a.threads)}

@@ -84,7 +84,9 @@ def make_upload_command(source: str, address: str) -> str:
     return shlex.join([*program, source, address])
 
 
-def refuse_address(address: str, message: str = "no address of a store is read here yet") -> FastshardError:
+def refuse_address(
+    address: str, message: str = "fastshard does not read addresses of stores here yet"
+) -> FastshardError:
     """Make the error for an address, with the command that downloads its content."""
     scheme, _, rest = address.partition("://")
     name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")

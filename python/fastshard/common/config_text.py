@@ -65,12 +65,12 @@ def _loader() -> type[yaml.SafeLoader]:
 
         def fetch_flow_collection_start(self, TokenClass: Any) -> None:
             if self.flow_level >= json_text.MOST_LEVELS:
-                raise ValueError(f"values in more than {json_text.MOST_LEVELS} levels")
+                raise ValueError(f"values are nested more than {json_text.MOST_LEVELS} levels deep")
             super().fetch_flow_collection_start(TokenClass)
 
         def add_indent(self, column: int) -> bool:
             if len(self.indents) > json_text.MOST_LEVELS:
-                raise ValueError(f"values in more than {json_text.MOST_LEVELS} levels")
+                raise ValueError(f"values are nested more than {json_text.MOST_LEVELS} levels deep")
             return bool(super().add_indent(column))
 
     return Loader
@@ -99,7 +99,7 @@ def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
         first: Any = value if key.tag.endswith(":merge") else values.setdefault((key.tag, key.value), value)
         is_equal = isinstance(value.value, str) and (first.tag, first.value) == (value.tag, value.value)
         if first is not value and not is_equal:
-            raise ValueError(f"the key {key.value!r} stands there twice, with different values")
+            raise ValueError(f"the key {key.value!r} appears twice, with different values")
 
 
 def parse_json(text: str) -> Any:
@@ -165,6 +165,6 @@ def _bounded(node: Any, sizes: dict[int, int]) -> int:
         for part in child if isinstance(child, tuple) else (child,):
             total += _bounded(part, sizes)
             if total > _VALUES:
-                raise ValueError(f"more than {_VALUES} values, counting what aliases repeat")
+                raise ValueError(f"more than {_VALUES} values, counting those that aliases repeat")
     sizes[id(node)] = total
     return total

@@ -63,9 +63,9 @@ def compare(path: StrPath, digest: str) -> None:
     if first != digest:
         raise FastshardError.of(
             codes.SOURCE_CHANGED,
-            "other bytes than when it was first read",
+            "the file's content changed after it was first read",
             file=os.fspath(path),
             expected=f"blake3 {first}",
             got=f"blake3 {digest}",
-            help="run again, or open it again, once nothing writes to the checkpoint",
+            help="run the command again, or open the checkpoint again, once nothing writes to it",
         )

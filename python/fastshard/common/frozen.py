@@ -15,7 +15,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     Raises:
         TypeError: always.
     """
-    raise TypeError("the record is frozen: make another one of it with replace()")
+    raise TypeError("the record is frozen: make a changed copy with replace()")
 
 
 class FrozenList(list[Any]):

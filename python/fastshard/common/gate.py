@@ -42,7 +42,7 @@ class Gate:
         raised, aside = _codes("error", error), _codes("ignore", ignore)
         if both := sorted({*raised} & {*aside}):
             raise FastshardError.of(
-                codes.USAGE, f"{both[0]} is both in error and in ignore", help="pass it once"
+                codes.USAGE, f"{both[0]} is in both error and ignore", help="pass it to one of them"
             )
         return cls(fail_on == "warning", raised, aside)
 

@@ -140,12 +140,15 @@ def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
     edited = record.written_since and not holds_tensors
     help = "download it again"
     if record.kept_in is not None:
-        help = f"move its record away ({record.kept_in}) if it was changed on purpose; else download it again"
+        help = (
+            f"if the file was changed on purpose, move its record away ({record.kept_in}); else download "
+            "it again"
+        )
     return Finding.of(
         codes.HASH,
-        "the file is not what was downloaded: it was written since"
+        "the file was changed after the download"
         if record.written_since
-        else "the file is not what was downloaded",
+        else "the file differs from the one on the Hub",
         severity="warning" if edited else "error",
         file=record.name,
         expected=f"{record.kind} {record.digest}",
@@ -255,7 +258,7 @@ def _explain_one(listing: Listing, finding: Finding) -> Finding:
         blobs = _unfinished_blobs(root)
         if blobs:
             # Whose it is nothing tells.
-            got = f"{blobs[0].name} of {_size(blobs[0])} bytes: a download did not finish"
+            got = f"{blobs[0].name} of {_size(blobs[0])} bytes: an unfinished download"
             return finding.replace(got=got, help=_FINISH, run=[_finish(root, path)])
     return finding
 

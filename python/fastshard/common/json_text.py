@@ -40,7 +40,7 @@ def load(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None 
     try:
         found = json.loads(text, object_pairs_hook=hook, parse_int=read_number)
     except RecursionError:
-        raise ValueError("values within values, too deep") from None
+        raise ValueError("values are nested too deep") from None
     check_levels(found)
     if large:
         raise ValueError(f"{_find_key(found, large[0]) or 'a number'}: a number of {large[0].digits} digits")
@@ -59,7 +59,7 @@ def check_levels(content: Any) -> None:
         if not level:
             return
         level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
-    raise ValueError(f"values in more than {MOST_LEVELS} levels")
+    raise ValueError(f"values are nested more than {MOST_LEVELS} levels deep")
 
 
 def _find_key(content: Any, wanted: object) -> str | None:
@@ -107,7 +107,7 @@ def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found and found[key] != value:
-            raise ValueError(f"the key {key!r} stands there twice, with different values")
+            raise ValueError(f"the key {key!r} appears twice, with different values")
         found[key] = value
     return found
 

@@ -252,7 +252,7 @@ class Folder:
         if not safe_files.is_file(path):
             return None
         if self.beside is None and not _is_within(real := _real(path), self.within):
-            help = "copy the file there if it is meant, or name it by itself (--tokenizer, --config)"
+            help = "copy the file there if you want to use it, or pass it explicitly (--tokenizer, --config)"
             raise error_for([_leaves(os.fspath(path), real).replace(help=help)])
         if (other := safe_files.stand_in(path)) is not None:
             if self.sifted:
@@ -282,9 +282,9 @@ class Folder:
         if not is_same:
             raise FastshardError.of(
                 codes.SOURCE_CHANGED,
-                "another file took its place while it was opened",
+                "the file was replaced while it was opened",
                 file=os.fspath(path),
-                help="run again once nothing writes to the checkpoint",
+                help="run the command again once nothing writes to the checkpoint",
             )
 
     def names(self) -> list[str]:
@@ -300,21 +300,21 @@ class Folder:
         return self._why_not(path) if self.beside is not None and path.is_file() else None
 
     def _why_not(self, path: Path) -> str | None:
-        assert self.beside is not None, "a path that was named is the user's choice"
+        assert self.beside is not None, "a path from the command line is the user's choice"
         real, top = _real(path), _real(self.beside.absolute().parent)
         if not _is_within(real, (*self.within, top)):
-            return "a link leads to it that leaves its folder"
+            return "a link to it leaves its directory"
         try:
             owners = {0, os.geteuid(), self.beside.stat().st_uid}
             between = [folder for folder in real.parents if folder.is_relative_to(top)]
             for folder in {top, *between}:
                 status = folder.stat()
                 if status.st_mode & stat.S_IWOTH:
-                    return f"everybody may write to {folder}"
+                    return f"every user may write to {folder}"
                 if status.st_uid not in owners:
                     return f"{folder} is owned by another user"
         except OSError as error:
-            return f"its folder cannot be looked at: {error.strerror}"
+            return f"its directory cannot be read: {error.strerror}"
         return None
 
 
@@ -350,11 +350,11 @@ def _is_within(path: Path, folders: Iterable[Path]) -> bool:
 def _leaves(file: str, target: Path) -> Finding:
     return Finding.of(
         codes.UNSAFE_PATH,
-        "a link that leaves the checkpoint",
+        "the link leaves the checkpoint",
         file=file,
-        expected="a link that stays inside the folders given, or a Hugging Face cache",
+        expected="a link that stays inside the directories given, or in a Hugging Face cache",
         got=str(target),
-        help="name the target's directory as another CKPT, or copy the file",
+        help="name the directory of the link's target as another CKPT, or copy the file",
     )
 
 
@@ -382,7 +382,9 @@ def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
     """
     if not name.isascii() and not is_utf8(name):
         shown = os.fsencode(name if path is None else path).decode(errors="backslashreplace")
-        raise FastshardError.of(codes.UNSUPPORTED, "a name that is not UTF-8", file=shown, help="rename it")
+        raise FastshardError.of(
+            codes.UNSUPPORTED, "the name is not UTF-8", file=shown, help="rename the file"
+        )
 
 
 def list_roots(paths: Iterable[StrPath]) -> Listing:
@@ -404,7 +406,10 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             # An empty one would be the current directory.
             raise FastshardError.of(
-                codes.USAGE, "no path of a checkpoint", expected="a folder or a file", got=repr(path)
+                codes.USAGE,
+                "this is not the path of a checkpoint",
+                expected="a directory or a file",
+                got=repr(path),
             )
     if address := next((os.fspath(path) for path in paths if find_scheme(path)), None):
         raise refuse_address(address)
@@ -423,9 +428,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         except OSError as error:
             raise FastshardError.of(codes.IO, f"cannot open: {error.strerror}", file=str(path)) from None
         except ValueError as error:
-            raise FastshardError.of(
-                codes.NO_SUCH_PATH, f"no name of a file: {error}", file=str(path)
-            ) from None
+            raise FastshardError.of(codes.NO_SUCH_PATH, f"not a file name: {error}", file=str(path)) from None
         if not is_file and not stat.S_ISDIR(status.st_mode):
             raise error_for(
                 [safe_files.unfit(path, safe_files.special(status.st_mode) or "", codes.NOT_A_CHECKPOINT)]
@@ -443,8 +446,8 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             codes.NOT_A_CHECKPOINT,
             "this file holds no tensors",
             file=str(given[0]),
-            expected="a checkpoint's folder, or a file of its tensors",
-            help=f"name the folder that holds it: {show_text(os.fspath(given[0].parent))}",
+            expected="a checkpoint directory, or a file with its tensors",
+            help=f"name the directory that holds it: {show_text(os.fspath(given[0].parent))}",
         )
     within = tuple(dict.fromkeys(folder for root in roots for folder in linked(root)))
     for index, path in enumerate(given):
@@ -458,13 +461,13 @@ def _missing(path: Path) -> FastshardError:
     help_, run = safe_files.path_help(os.fspath(path)), []
     if (address := _ONE_SLASH.match(os.fspath(path))) is not None:
         # What pathlib makes of an address.
-        help_ = f"pass an address as text, with two slashes: {address[1]}://..."
+        help_ = f"pass the address as text, with two slashes: {address[1]}://..."
     elif (remote := _REMOTE.fullmatch(os.fspath(path))) is not None:
         name = remote["path"].rstrip("/").rpartition("/")[2] or "run"
-        help_ = "copy it from that host first, or run fastshard there"
+        help_ = "copy the checkpoint from that host first, or run fastshard there"
         run = [shlex.join(["rsync", "-a", f"{remote['host']}:{remote['path'].rstrip('/')}/", f"{name}/"])]
     elif _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
-        help_ = "name its address, if it is a repository of the Hub"
+        help_ = "pass its address if it is a repository of the Hub"
         run = [f"fastshard inspect hf://{path}"]
     return FastshardError.of(
         codes.NO_SUCH_PATH, "no such file or directory", file=str(path), help=help_, run=run
@@ -512,7 +515,7 @@ def _walk(
                 # Links that lead in a circle are a RuntimeError of pathlib before Python 3.13.
                 if full.is_symlink() and not name.endswith(_RELEVANT):
                     continue
-                why = (error.strerror if isinstance(error, OSError) else None) or "its links lead in a circle"
+                why = (error.strerror if isinstance(error, OSError) else None) or "its links form a loop"
                 findings.append(Finding.of(codes.MISSING_FILE, f"cannot be read: {why}", file=relative))
                 continue
             kind = safe_files.special(status.st_mode)

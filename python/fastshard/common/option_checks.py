@@ -168,7 +168,7 @@ def _path(option: Option, given: Any) -> Any:
 
 def _source(option: Option, given: Any) -> Any:
     if isinstance(given, bytes) or not isinstance(given, (os.PathLike, Iterable)):
-        raise refused(option.name, "a path, several, or an opened checkpoint", given)
+        raise refused(option.name, "a path, several paths, or an opened checkpoint", given)
     return given
 
 

@@ -43,6 +43,6 @@ def imported(*modules: str, purpose: str, extra: str) -> Any:
         first, *_ = [import_module(name) for name in modules]
     except ImportError as error:
         raise FastshardError.of(
-            codes.UNSUPPORTED, f"{purpose}: {error}", help=f"install what it needs: {install(extra)}"
+            codes.UNSUPPORTED, f"{purpose}: {error}", help=f"install the missing packages: {install(extra)}"
         ) from None
     return first

@@ -90,10 +90,10 @@ class Source(TypedDict, total=False):
         Mapping[str, str] | None,
         Option(
             "any",
-            "settings of stores: the endpoint, the region, credentials",
-            meaning="settings of the stores that addresses name, for all of them, by the names of obstore "
-            "(``endpoint``, ``region``, ``access_key_id``, ...) or of the hub (``endpoint``, ``token``). "
-            "They go before the environment; they are neither logged nor kept.",
+            "settings of stores: endpoint, region, credentials",
+            meaning="settings for all stores that addresses name, under the names that obstore uses "
+            "(``endpoint``, ``region``, ``access_key_id``, ...) or the hub (``endpoint``, "
+            "``token``). They override the environment and are neither logged nor saved.",
             is_on_command_line=False,
         ),
     ]
@@ -101,7 +101,8 @@ class Source(TypedDict, total=False):
         str | int | None,
         Option(
             "any",
-            "step to take, by name or number, or latest (default: the tracker file's, else the newest)",
+            "step to use, by name or number, or latest (default: the step of the tracker file, else the "
+            "newest)",
             metavar="N",
         ),
     ]
@@ -109,7 +110,7 @@ class Source(TypedDict, total=False):
         str | None,
         Option(
             "word",
-            "take the model whose tensor names begin with NAME, where a trainer saved several (model, ema, "
+            "use the model whose tensor names begin with NAME, where a trainer saved several (model, ema, "
             "state_dict)",
             metavar="NAME",
         ),
@@ -118,19 +119,19 @@ class Source(TypedDict, total=False):
         StrPath | Mapping[str, Any] | None,
         Option(
             "mapping",
-            "the model's config.json, or a training config of GPT-NeoX, Megatron-LM or MaxText: goes before "
-            "what the checkpoint states",
+            "the model's config.json, or a training config of GPT-NeoX, Megatron-LM or MaxText; it "
+            "overrides what the checkpoint states",
             metavar="FILE",
         ),
     ]
     layout: Annotated[
-        StrPath | None, Option("path", "a layout table (TOML) of your own for the source", metavar="FILE")
+        StrPath | None, Option("path", "your own layout table (TOML) for the source", metavar="FILE")
     ]
     adapter: Annotated[
         StrPath | None,
         Option(
             "path",
-            "a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json "
+            "a LoRA adapter of PEFT to merge into the weights: its directory, or its adapter_config.json "
             "where CKPT holds it",
             metavar="DIR",
         ),
@@ -139,8 +140,9 @@ class Source(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "take parts of which no file holds anything (a frozen tower, MTP layers, buffers) from this "
-            "model, with which training began; a part that was trained alone takes its place in it",
+            "take parts that no file holds (a frozen tower, MTP layers, buffers) from this model, which is "
+            "the one that training began with. If only a part was trained, it replaces that part of the "
+            "model",
             metavar="DIR",
         ),
     ]
@@ -148,7 +150,7 @@ class Source(TypedDict, total=False):
         Iterable[str],
         Option(
             "patterns",
-            "take single tensors from --fill-from too: those of these names that the checkpoint lacks",
+            "also take these tensors from --fill-from, where the checkpoint lacks them",
             (),
             metavar="GLOB",
         ),
@@ -158,12 +160,11 @@ class Source(TypedDict, total=False):
         Option(
             "words",
             "accept one kind of error: a save that was not committed; absent chunks (FS111) as zeros; an "
-            "older step "
-            "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and "
-            "infinite values (FS306); more than 1 GiB of holes in a "
-            "file, in the place of tensors (FS317); files, or those that copies=GLOB names, that were copied "
-            "on purpose (FS303); a part of a checkpoint that is named alone (FS118); a destination in a "
-            "store that does not honour conditions (FS514). WHAT: " + ", ".join(ACCEPTABLE),
+            "older step where the newest cannot be used (FS104); files that were renamed on purpose "
+            "(FS113); NaN and infinite values (FS306); more than 1 GiB of holes in a file, in the place of "
+            "tensors (FS317); files, or those that copies=GLOB names, that were copied on purpose (FS303); "
+            "only one part of a checkpoint (FS118); a destination in a store that ignores conditional "
+            "writes (FS514). WHAT: " + ", ".join(ACCEPTABLE),
             (),
             metavar="WHAT",
         ),
@@ -172,7 +173,7 @@ class Source(TypedDict, total=False):
         int | None,
         Option(
             "size",
-            "number of processes that wrote the checkpoint, where its files do not state it (Orbax)",
+            "number of processes that wrote the checkpoint, if its files do not state it (Orbax)",
             metavar="N",
             most=MAX_DEGREE,
         ),
@@ -181,10 +182,9 @@ class Source(TypedDict, total=False):
         Literal["auto", "off"],
         Option(
             "choice",
-            "auto (default): what a config of a family without a layout table promises is listed by the "
-            "transformers that is "
-            "installed, where a checkpoint is verified or written. The environment's "
-            "FASTSHARD_TRANSFORMERS=off turns it off",
+            "auto (default): for a model family without a layout table, the installed transformers lists "
+            "the tensors that the config requires when a checkpoint is verified or written. "
+            "FASTSHARD_TRANSFORMERS=off in the environment turns this off",
             "auto",
             choices=("auto", "off"),
         ),
@@ -196,17 +196,19 @@ class Gating(TypedDict, total=False):
 
     fail_on: Annotated[
         Literal["error", "warning"] | None,
-        Option("choice", "warning: each warning counts as an error (exit code 1)", choices=FAIL_ON),
+        Option("choice", "warning: count each warning as an error (exit code 1)", choices=FAIL_ON),
     ]
     error: Annotated[
         Iterable[str],
-        Option("words", "warnings and notes of this code count as errors (exit code 1)", (), metavar="CODE"),
+        Option(
+            "words", "count warnings and notes with this code as errors (exit code 1)", (), metavar="CODE"
+        ),
     ]
     ignore: Annotated[
         Iterable[str],
         Option(
             "words",
-            "warnings and notes of this code are not shown; --json and manifests have them. An error is not "
+            "hide warnings and notes with this code; --json and manifests still list them. Errors cannot be "
             "ignored: see --accept",
             (),
             metavar="CODE",
@@ -218,7 +220,7 @@ class Vocabulary(TypedDict, total=False):
     """Options that state the number of tokens."""
 
     vocab_size: Annotated[
-        int | None, Option("size", "true vocabulary; rows beyond it are dropped", metavar="N")
+        int | None, Option("size", "true vocabulary size; rows beyond it are dropped", metavar="N")
     ]
 
 
@@ -229,9 +231,8 @@ class Against(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a "
-            "file of tensors, an index or "
-            "a config.json; by headers alone",
+            "a good checkpoint of the same model: names, shapes and dtypes must match it. Pass a directory, "
+            "a file of tensors, an index or a config.json; only headers are read",
             metavar="DIR|FILE",
         ),
     ]
@@ -265,7 +266,7 @@ class Placing(TypedDict, total=False):
         int | None,
         Option(
             "degree",
-            "tensor-parallel degree of the tensors of experts (default: that of others)",
+            "tensor-parallel degree of expert tensors (default: that of the other tensors)",
             metavar="N",
         ),
     ]
@@ -273,7 +274,7 @@ class Placing(TypedDict, total=False):
         int | None,
         Option(
             "number",
-            "pad the vocabulary to a multiple of this times tp (default: the source's, else 128)",
+            "pad the vocabulary to a multiple of this times tp (default: the source's value, else 128)",
             metavar="N",
         ),
     ]
@@ -283,16 +284,17 @@ class Placing(TypedDict, total=False):
     fused_qkv: Annotated[
         bool | None,
         Option(
-            "switch", "MaxText's GPT-3: one projection for queries, keys and values (default: the source's)"
+            "switch",
+            "MaxText's GPT-3: store queries, keys and values in one projection (default: as in the source)",
         ),
     ]
     rope_type: Annotated[
         Literal["default", "llama3.1"] | None,
         Option(
             "choice",
-            "MaxText: the rotary embedding that the result will be run with (default: that whose order of "
-            "queries and keys MaxText's own converter writes: llama3.1 for Llama and Mistral, default for "
-            "Mixtral and Qwen3)",
+            "MaxText: the rotary embedding that the result will run with. It decides the order of queries "
+            "and keys (default: as MaxText's own converter writes: llama3.1 for Llama and Mistral, default "
+            "for Mixtral and Qwen3)",
             choices=("default", "llama3.1"),
         ),
     ]
@@ -300,19 +302,19 @@ class Placing(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "DCP, universal: experts stacked, as a model of transformers 5 has them in memory (default: one "
-            "by one, as version 4 and files)",
+            "DCP, universal: stack the experts, as a model of transformers 5 has them in memory (default: "
+            "one by one, as in version 4 and in files)",
             False,
         ),
     ]
     zarr2: Annotated[
-        bool, Option("switch", "plain zarr v2, for Pathways, instead of OCDBT and zarr v3", False)
+        bool, Option("switch", "write plain zarr v2, for Pathways, instead of OCDBT and zarr v3", False)
     ]
     card: Annotated[
         bool,
         Option(
             "switch",
-            "Hugging Face: draft a model card (README.md) where the checkpoint has none (default: yes)",
+            "Hugging Face: draft a model card (README.md) if the checkpoint has none (default: yes)",
             True,
         ),
     ]
@@ -335,17 +337,19 @@ class ValueOptions(Choosing, total=False):
     dtype: Annotated[
         Dtype,
         Option(
-            "choice", "of floating tensors (default: keep)", "keep", choices=("keep", "bf16", "f16", "f32")
+            "choice",
+            "dtype of floating-point tensors (default: keep)",
+            "keep",
+            choices=("keep", "bf16", "f16", "f32"),
         ),
     ]
     keep_dtype: Annotated[
         Literal["auto", "none"],
         Option(
             "choice",
-            "auto (default): with --dtype bf16 or f16, tensors that a model computes with in float32 (biases "
-            "of routers, A_log, dt_bias; "
-            "what transformers' class and the layout say) keep the dtype that they are stored in; none: "
-            "every floating tensor is cast",
+            "auto (default): with --dtype bf16 or f16, tensors that a model computes with in float32 keep "
+            "their stored dtype (router biases, A_log, dt_bias, and others that the transformers class or "
+            "the layout names); none: every floating-point tensor is cast",
             "auto",
             choices=("auto", "none"),
         ),
@@ -354,7 +358,7 @@ class ValueOptions(Choosing, total=False):
         Literal["equal", "mean"],
         Option(
             "choice",
-            "copies of a replicated tensor that differ: refuse (default), or average in float32",
+            "if copies of a replicated tensor differ: refuse (default), or average in float32",
             "equal",
             choices=("equal", "mean"),
         ),
@@ -363,13 +367,14 @@ class ValueOptions(Choosing, total=False):
         Literal["params", "masters"] | None,
         Option(
             "choice",
-            "which copy of the weights, where fp32 master weights are there too (default: params where "
-            "stored; the two must agree)",
+            "which copy of the weights to use if there are fp32 master weights too (default: params where "
+            "stored; both must agree)",
             choices=("params", "masters"),
         ),
     ]
     optimizer: Annotated[
-        bool, Option("switch", "optimizer state too (merge; --to dcp, universal, maxtext, orbax)", False)
+        bool,
+        Option("switch", "include the optimizer state (merge; --to dcp, universal, maxtext, orbax)", False),
     ]
 
 
@@ -381,7 +386,7 @@ class Sharding(TypedDict, total=False):
     """Options that choose how tensors are divided into files."""
 
     max_shard_size: Annotated[
-        str | int, Option("any", "bytes of tensors in a file, at most (default: 5GB)", "5GB", metavar="SIZE")
+        str | int, Option("any", "maximum bytes of tensors in a file (default: 5GB)", "5GB", metavar="SIZE")
     ]
 
 
@@ -400,7 +405,7 @@ class Checked(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "take tokenizer files from here: a directory, or a vocabulary file (default: the files beside "
+            "take tokenizer files from here: a directory, or a vocabulary file (default: the files next to "
             "the source)",
             metavar="DIR",
         ),
@@ -424,13 +429,13 @@ class Evaluating(TypedDict, total=False):
 
     text: Annotated[
         StrPath | None,
-        Option("path", "a text file in UTF-8 (default: a page of text in the package)", metavar="FILE"),
+        Option("path", "a UTF-8 text file (default: a page of text in the package)", metavar="FILE"),
     ]
     tokens: Annotated[
         Any,
         Option(
             "any",
-            "token ids in the place of a text: a .json, .npy or .safetensors file of one or two dimensions",
+            "token ids instead of a text: a .json, .npy or .safetensors file with one or two dimensions",
             metavar="FILE",
         ),
     ]
@@ -438,29 +443,32 @@ class Evaluating(TypedDict, total=False):
         float | None,
         Option(
             "any",
-            "the loss that the trainer computed on the same tokens: another one is an error",
+            "the loss that the trainer computed on the same tokens; a different loss is an error",
             metavar="X",
         ),
     ]
     tolerance: Annotated[
-        float | None, Option("any", "how far the loss may be from it (default: 0.02)", metavar="Y")
+        float | None, Option("any", "maximum distance from the expected loss (default: 0.02)", metavar="Y")
     ]
     sequence_length: Annotated[
-        int, Option("size", "tokens of a sequence, at most (default: 512)", 512, metavar="N", most=1 << 24)
+        int,
+        Option(
+            "size", "maximum number of tokens in a sequence (default: 512)", 512, metavar="N", most=1 << 24
+        ),
     ]
     max_tokens: Annotated[
         int,
         Option(
             "size",
-            "tokens in all, at most (default: 2048); they are computed at once, so that each weight is read "
-            "once",
+            "maximum number of tokens in total (default: 2048); they are computed together, so that each "
+            "weight is read once",
             2048,
             metavar="N",
             most=1 << 30,
         ),
     ]
     device: Annotated[
-        Any, Option("any", "what computes: cpu, cuda or another device of torch", "cpu", metavar="DEVICE")
+        Any, Option("any", "device of torch that computes: cpu, cuda or another one", "cpu", metavar="DEVICE")
     ]
 
 
@@ -472,7 +480,7 @@ class CheckingLoss(TypedDict, total=False):
         Option(
             "path",
             "compute the loss of the result on a text, or on token ids (.json, .npy, .safetensors), before "
-            "OUT is written; one as of an untrained model is an error; only with --to hf",
+            "OUT is written; a loss like that of an untrained model is an error; only with --to hf",
             metavar="FILE",
         ),
     ]
@@ -480,8 +488,8 @@ class CheckingLoss(TypedDict, total=False):
         float | None,
         Option(
             "any",
-            "with --check-loss: the loss that the trainer computed on the same tokens; another one is an "
-            "error",
+            "with --check-loss: the loss that the trainer computed on the same tokens; a different loss is "
+            "an error",
             metavar="X",
         ),
     ]
@@ -494,15 +502,17 @@ class Uploading(TypedDict, total=False):
         str | None,
         Option(
             "word",
-            "with OUT on the hub (hf://): the branch that gets the commit, made from main if it is missing; "
-            "the same as hf://ORG/NAME@BRANCH",
+            "with OUT on the hub (hf://): the branch for the commit, created from main if it does not "
+            "exist; the same as hf://ORG/NAME@BRANCH",
             metavar="BRANCH",
         ),
     ]
     hf_pr: Annotated[
         bool,
         Option(
-            "switch", "with OUT on the hub (hf://): open a pull request, and leave the branch as it is", False
+            "switch",
+            "with OUT on the hub (hf://): open a pull request, and leave the branch unchanged",
+            False,
         ),
     ]
 
@@ -514,9 +524,8 @@ class Comparing(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "compare files of a Hugging Face download with the hashes that the Hub's cache keeps, as "
-            "`fastshard verify` does, before OUT "
-            "is written; each file is read once more",
+            "before OUT is written, compare files of a Hugging Face download with the hashes in the Hub's "
+            "cache, as `fastshard verify` does; each file is read once more",
             False,
         ),
     ]
@@ -533,8 +542,8 @@ class Memory(TypedDict, total=False):
         str | int | None,
         Option(
             "any",
-            "RAM of the process without page cache, baseline included (default: 256MiB, more if the plan "
-            "alone needs it; of `loss` no limit)",
+            "RAM limit of the process: includes the baseline, excludes page cache (default: 256MiB, more if "
+            "the plan alone needs it; no limit for `loss`)",
             metavar="SIZE",
         ),
     ]
@@ -546,7 +555,7 @@ class Requested(TypedDict, total=False):
     resume: Annotated[bool, Option("switch", "continue an interrupted run of the same plan", False)]
     overwrite: Annotated[
         bool,
-        Option("switch", "replace OUT if it is there", False, meaning="replace ``out`` if it is there."),
+        Option("switch", "replace OUT if it exists", False, meaning="replace ``out`` if it exists."),
     ]
     fsync: Annotated[
         bool,
@@ -555,7 +564,7 @@ class Requested(TypedDict, total=False):
             "durability (default: full)",
             True,
             choices=("full", "none"),
-            meaning="bring everything to disk before the result is put in place.",
+            meaning="flush everything to disk before the result is put in place.",
             is_common=False,
         ),
     ]
@@ -563,23 +572,22 @@ class Requested(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "leave holes in files where they hold zeros",
+            "leave holes in files in place of zeros",
             False,
-            meaning="leave holes in the result's files where they hold zeros, and reserve no space.",
+            meaning="leave holes in the result's files in place of zeros, and reserve no space.",
         ),
     ]
     io: Annotated[
         Literal["auto", "buffered", "direct"],
         Option(
             "choice",
-            "auto (default): files are written around the page cache (O_DIRECT) on ext4 and XFS, with "
-            "--fsync full; buffered: never; "
-            "direct: always, or not at all",
+            "auto (default): bypass the page cache when writing (O_DIRECT) on ext4 and XFS, with --fsync "
+            "full; buffered: never bypass it; direct: always bypass it, or fail",
             "auto",
             choices=("auto", "buffered", "direct"),
-            meaning='``"auto"`` writes around the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, '
-            '``"buffered"`` '
-            'never, ``"direct"`` always: ``FS515`` on a file system that cannot.',
+            meaning='``"auto"`` bypasses the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, '
+            '``"buffered"`` never, ``"direct"`` always: ``FS515`` on a file system that does not '
+            "support it.",
             is_common=False,
         ),
     ]
@@ -587,9 +595,9 @@ class Requested(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "statistics of each tensor into the manifest (see `fastshard stats`)",
+            "write statistics of each tensor to the manifest (see `fastshard stats`)",
             False,
-            meaning="put statistics of each tensor into the manifest; with ``resume`` everything is made "
+            meaning="write statistics of each tensor to the manifest; with ``resume`` everything is written "
             "again.",
         ),
     ]
@@ -636,7 +644,7 @@ class Publishing(Memory, Requested, total=False):
     """Options that choose how a result is written, with the memory limit and the progress callback."""
 
     progress: Annotated[
-        Any, Option("any", "how far it is, on stderr, or to a function of (bytes done, bytes in all)", False)
+        Any, Option("any", "report progress on stderr, or to a function of (bytes done, total bytes)", False)
     ]
 
 
@@ -651,16 +659,14 @@ class Ranked(TypedDict, total=False):
         int | Literal["auto"] | None,
         Option(
             "any",
-            "this process's rank, from 0, or auto: as torchrun, srun, mpirun or Kubernetes say (default: one "
-            "process)",
+            "rank of this process, from 0, or auto: as torchrun, srun, mpirun or Kubernetes state it "
+            "(default: one process)",
             metavar="I",
         ),
     ]
-    world: Annotated[
-        int | None, Option("number", "how many ranks there are, where no launcher says so", metavar="N")
-    ]
+    world: Annotated[int | None, Option("number", "number of ranks, if no launcher states it", metavar="N")]
     timeout: Annotated[
-        float | None, Option("any", "how long ranks wait for one another (default: 600)", metavar="SECONDS")
+        float | None, Option("any", "how long ranks wait for each other (default: 600)", metavar="SECONDS")
     ]
 
 
@@ -671,9 +677,8 @@ class Lending(TypedDict, total=False):
         bool,
         Option(
             "any",
-            "with --rank or --ray: CKPT is the part of the checkpoint on this host's (each node's) own disk; "
-            "tensors that need several hosts' "
-            "files are exchanged through OUT's storage",
+            "with --rank or --ray: CKPT is the part of the checkpoint on the local disk of this host (of "
+            "each node); tensors that need files of several hosts are exchanged through OUT's storage",
             False,
         ),
     ]
@@ -690,15 +695,13 @@ class Clustered(TypedDict, total=False):
         str | None,
         Option(
             "any",
-            "of the cluster: auto, HOST:PORT, or local for a separate Ray on this host",
+            "address of the cluster: auto, HOST:PORT, or local for a separate Ray instance on this host",
             metavar="ADDRESS",
         ),
     ]
-    parts: Annotated[
-        int | None, Option("any", "how many parts the work is divided into (default: one for each node)")
-    ]
-    cpus: Annotated[int | None, Option("any", "cores that a part takes (default: all of a node)")]
-    retries: Annotated[int, Option("any", "how often a part whose worker died is made again", 3)]
+    parts: Annotated[int | None, Option("any", "number of parts of the work (default: one for each node)")]
+    cpus: Annotated[int | None, Option("any", "CPU cores for each part (default: all cores of a node)")]
+    retries: Annotated[int, Option("any", "how often a part is retried after its worker died", 3)]
 
 
 class Spread(Published, Clustered, Lending, total=False):

@@ -142,6 +142,6 @@ def list_layout_files() -> list[Path]:
             spec = find_spec(place.partition("[")[0].strip())
             folders = list(spec.submodule_search_locations or ()) if spec is not None else []
             if not folders:
-                raise ImportError("there is no such package with files")
+                raise ImportError("no such package with files")
         files += sorted(file for folder in folders for file in Path(folder).glob("*.toml"))
     return files

@@ -56,13 +56,13 @@ def unfit(path: StrPath, kind: str, code: str = codes.UNSAFE_HEADER) -> Finding:
     folder = kind == _KINDS[stat.S_IFDIR]
     return Finding.of(
         code,
-        "a folder, not a file" if folder else "no regular file",
+        "a directory, not a file" if folder else "not a regular file",
         file=os.fspath(path),
         expected="a file" if folder else "a regular file",
         got=kind,
-        help="name a file; where a checkpoint should hold one, put the file itself there"
+        help="name a file; if a checkpoint should hold one, put a regular file there"
         if folder
-        else "put a copy of the file itself there; pipes, devices and sockets are not read",
+        else "put a copy of the file there; fastshard reads no pipes, devices or sockets",
     )
 
 
@@ -104,7 +104,7 @@ def opened(
     try:
         _core.bring(path, 0, most)
     except ValueError as error:
-        raise FastshardError.of(codes.NO_SUCH_PATH, f"no name of a file: {error}", file=name) from None
+        raise FastshardError.of(codes.NO_SUCH_PATH, f"not a file name: {error}", file=name) from None
     except _core.CoreError as error:
         raise from_core(error) from None
     try:
@@ -114,7 +114,7 @@ def opened(
     except OSError as error:
         raise _cannot(error, name) from None
     except ValueError as error:
-        raise FastshardError.of(codes.NO_SUCH_PATH, f"no name of a file: {error}", file=name) from None
+        raise FastshardError.of(codes.NO_SUCH_PATH, f"not a file name: {error}", file=name) from None
     try:
         if kind is None:
             try:
@@ -209,7 +209,11 @@ def digest(path: StrPath, check: Callable[[int], object] | None = None) -> str:
 
 def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:
     return FastshardError.of(
-        code, "a file that is read at once", file=name, expected=f"{limit} bytes at most", got=got
+        code,
+        "the file is too large to be read at once",
+        file=name,
+        expected=f"at most {limit} bytes",
+        got=got,
     )
 
 
@@ -294,13 +298,15 @@ def replaceable(path: StrPath) -> Path:
         FastshardError: ``FS515`` if the path is of another kind; ``FS501`` if its folder is missing.
     """
     if not os.fspath(path):
-        raise FastshardError.of(codes.USAGE, "a path that is empty", expected="a file to write")
+        raise FastshardError.of(codes.USAGE, "the path is empty", expected="a file to write")
     target = Path(os.path.realpath(path))
     try:
         kind = special(target.lstat().st_mode)
     except FileNotFoundError:
         if not target.parent.is_dir():
-            raise FastshardError.of(codes.NO_SUCH_PATH, "no such folder", file=str(target.parent)) from None
+            raise FastshardError.of(
+                codes.NO_SUCH_PATH, "no such directory", file=str(target.parent)
+            ) from None
         return target
     except OSError as error:
         raise _cannot(error, str(path)) from None
@@ -333,7 +339,7 @@ def replace(path: Path, pieces: Iterable[str]) -> None:
                 beside.unlink()
             raise
     except OSError as error:
-        help_ = "choose another place with -o FILE"
+        help_ = "choose another file with -o FILE"
         raise error_for([system_finding(error, str(path), "cannot write", help_)]) from None
 
 
@@ -428,7 +434,7 @@ def check_folder(folder: StrPath) -> Path:
     if not os.fspath(folder) or not path.is_dir():
         raise FastshardError.of(
             codes.NO_SUCH_PATH,
-            "no such folder",
+            "no such directory",
             file=os.fspath(folder),
             help=path_help(os.fspath(folder)),
         )
@@ -441,8 +447,8 @@ def closed(folder: StrPath) -> Finding:
         codes.PERMISSION,
         "this user may not read the directory",
         file=os.fspath(folder),
-        expected="the rights to list it and to enter it (r and x)",
-        help="check the owner and the mode of the directory, and of what it lies in",
+        expected="permission to list and enter it (r and x)",
+        help="check the owner and mode of the directory and of its parents",
     )
 
 

@@ -41,10 +41,10 @@ def load(text: str) -> dict[str, Any]:
             level = max(level - 1, 0)
         parts = parts + 1 if sign == "." else 0 if sign in "[]{}=,\n" else parts
         if level > _MOST:
-            raise ValueError(f"values in more than {_MOST} levels")
+            raise ValueError(f"values are nested more than {_MOST} levels deep")
         if parts > _MOST:
             raise ValueError(f"a key of more than {_MOST} parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("values within values, too deep") from None
+        raise ValueError("values are nested too deep") from None

@@ -22,32 +22,31 @@ class Page(NamedTuple):
 PAGES = {
     codes.MISSING_FILE: Page(
         "Every node saved to its own local disk, a copy stopped early, or a download was filtered.",
-        "`fastshard verify CKPT -v` lists each path and what asks for it. Look for the file on the node that "
-        "ran the rank.",
+        "`fastshard verify CKPT -v` lists each path and what requires it. Look for the file on the node "
+        "that ran the rank.",
     ),
     codes.MISSING_TENSOR: Page(
         "A rank file was lost whose tensors no other file names, or the config describes a larger model.",
-        "`fastshard ls CKPT` lists the tensors that are there. Compare the names with a good checkpoint: "
+        "`fastshard ls CKPT` lists the tensors that exist. Compare the names with a good checkpoint: "
         "`fastshard diff CKPT GOOD`.",
     ),
     codes.MISSING_LAYER: Page(
         "The files of a pipeline stage are on another node, or the config states more layers than the model "
         "has.",
-        "`fastshard ls CKPT --by layer` lists the layers that are there. Compare their number with the "
-        "config.",
+        "`fastshard ls CKPT --by layer` lists the layers that exist. Compare their number with the config.",
     ),
     codes.UNCOMMITTED: Page(
         "The job was stopped while it saved, or it is still saving.",
-        "Look at the times of the files in the step, and whether the training job still runs.",
+        "Look at the times of the files in the step. Check whether the training job is still running.",
     ),
     codes.TRACKER_POINTS_NOWHERE: Page(
-        "The step was moved, deleted by a retention policy, or not copied with the tracker file. Beside a "
-        "model that needs no step it is a warning.",
-        "Open the tracker file, and list the steps beside it.",
+        "The step was moved, deleted by a retention policy, or not copied with the tracker file. It is a "
+        "warning next to a model that needs no step.",
+        "Open the tracker file, and list the steps next to it.",
     ),
     codes.AMBIGUOUS: Page(
-        "The directory holds several models or several forms of one, or the config was not copied.",
-        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding says what is not decided, "
+        "The directory holds several models or several formats of one model, or the config was not copied.",
+        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding states what is undecided, "
         "and lists the choices if there are any.",
     ),
     codes.MIXED_STEPS: Page(
@@ -55,7 +54,7 @@ PAGES = {
         "The finding names the step of each file. Look at the times of the files.",
     ),
     codes.UNEXPECTED_FILE: Page(
-        "Another run or another number of ranks saved to the same directory, and its files stayed.",
+        "Another run or another number of ranks saved to the same directory, and its files remained.",
         "Look at the times of the file and of its neighbours, and at the index.",
     ),
     codes.NOT_PROVABLE: Page(
@@ -63,14 +62,14 @@ PAGES = {
         "Lines that begin with `not checked` name the tensors. Look for them in the code of the model.",
     ),
     codes.RANKS_DISAGREE: Page(
-        "A rank file of an earlier run stayed in the directory, or was copied there.",
+        "A rank file of an earlier run remained in the directory, or was copied there.",
         "The finding names the setting and both values. Look at the times of the files.",
     ),
     codes.MISSING_CHUNKS: Page(
         "The processes of the job did not write to shared storage. Or the writer leaves out chunks of zeros, "
         "and the files do not show which chunks it left out.",
-        "List the directory that the finding names on the host that ran the process. The finding says how "
-        "many chunks speak for zeros.",
+        "List the directory that the finding names on the host that ran the process. The finding states how "
+        "many chunks indicate zeros.",
     ),
     codes.STEP_TAKEN: Page(
         "Training keeps several steps in one directory.",
@@ -83,34 +82,34 @@ PAGES = {
     ),
     codes.LOOKALIKES: Page(
         "The format stores no rank in its files: DCP, per-rank safetensors, chunks of arrays.",
-        "Nothing in the files confirms it. Compare with hashes that were made where the files were written.",
+        "Nothing in the files confirms it. Compare the files with hashes that were computed where the files "
+        "were written.",
     ),
     codes.INDEX_NAMES_ANOTHER_FILE: Page(
-        "Shards were renamed or written again, and the index of an earlier save stayed.",
+        "Shards were renamed or written again, and the index of an earlier save remained.",
         "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the "
         "index.",
     ),
     codes.MISSING_PART: Page(
         "transformers leaves MTP layers out when it loads a model, and saves the model without them. Or a "
         "script dropped the part.",
-        "`fastshard ls CKPT --tree` shows the parts that are there. Look for the key that the finding names "
-        "in config.json, and for the part "
-        "in the original checkpoint.",
+        "`fastshard ls CKPT --tree` shows the parts that exist. Look for the key that the finding names in "
+        "config.json, and for the part in the original checkpoint.",
     ),
     codes.FILLED: Page(
-        "--fill-from took whole parts of which the checkpoint holds nothing, or --fill-only single tensors.",
+        "--fill-from took entire parts that the checkpoint lacks, or --fill-only took single tensors.",
         "The manifest lists the names under `filled`. `fastshard diff OUT ORIGINAL --include 'NAME*'` "
         "compares them.",
     ),
     codes.PART: Page(
-        "A script or a shell completed the path of one file where the folder was meant.",
-        "`fastshard ls FILE` lists the tensors that the file holds. The help of the finding names the folder "
+        "A script or shell completion passed the path of one file instead of its directory.",
+        "`fastshard ls FILE` lists the tensors in the file. The help of the finding names the directory "
         "that holds the other parts.",
     ),
     codes.NOT_LOADED: Page(
-        "A trainer saved its wrapper's names, or a script renamed tensors and left the config as it was.",
-        "from_pretrained prints which weights it initialises: all that it does not find. `fastshard ls CKPT` "
-        "lists the names in the files.",
+        "A trainer saved its wrapper's names, or a script renamed tensors and left the config unchanged.",
+        "from_pretrained prints which weights it initialises: every weight that it does not find. "
+        "`fastshard ls CKPT` lists the names in the files.",
     ),
     codes.SHAPE: Page(
         "A file of another run or another number of ranks is in the directory.",
@@ -121,17 +120,17 @@ PAGES = {
         "`fastshard ls CKPT --by dtype` counts the tensors of each dtype.",
     ),
     codes.AXIS_CONFLICT: Page(
-        "A shard of one tensor is missing, or one tensor was resized alone.",
-        "The finding gives the shape of one tensor and the shape that the others call for. Compare both with "
+        "A shard of one tensor is missing, or only one tensor was resized.",
+        "The finding gives the shape of one tensor and the shape that the others require. Compare both with "
         "the config.",
     ),
     codes.NOT_DIVISIBLE: Page(
-        "Heads, experts or rows cannot be shared equally by so many ranks.",
+        "The heads, experts or rows cannot be divided evenly by the number of ranks.",
         "Divide the size that the finding gives by the number of ranks.",
     ),
     codes.HOLE: Page(
         "A rank died while it saved, or its file comes from an earlier save.",
-        "The finding gives where the chunks begin that are there. Look for the rank that wrote the others.",
+        "The finding states where the present chunks begin. Look for the rank that wrote the others.",
     ),
     codes.OVERLAP: Page(
         "Files of two saves are in one directory.",
@@ -142,7 +141,7 @@ PAGES = {
         "`fastshard ls CKPT --glob NAME` shows the tensor. Look for it in the code of the model.",
     ),
     codes.SLICE_AS_WHOLE: Page(
-        "The script that saved the model did not gather this tensor over the tensor-parallel ranks.",
+        "The script that saved the model did not gather this tensor across the tensor-parallel ranks.",
         "The finding gives the number of rows or columns that are lost. Compare it with the sizes in the "
         "config.",
     ),
@@ -151,7 +150,7 @@ PAGES = {
         "The finding names the setting. Look for it in the config or the command line of the training run.",
     ),
     codes.BAD_LAYOUT: Page(
-        "A layout of your own has a syntax error, or a rule contradicts another one.",
+        "Your own layout has a syntax error, or two of its rules contradict each other.",
         "The finding gives the line or the entry.",
     ),
     codes.BAD_VALUE: Page(
@@ -168,12 +167,12 @@ PAGES = {
     ),
     codes.LOSSY: Page(
         "An option such as --dtype asked for it.",
-        "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how far the values "
-        "moved.",
+        "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how much the values "
+        "changed.",
     ),
     codes.CONFIG_DISAGREES: Page(
         "The config is from another model, or was edited after the save.",
-        "The finding gives what the config says and what the tensors show.",
+        "The finding gives what the config states and what the tensors show.",
     ),
     codes.DEFAULT_ASSUMED: Page(
         "The framework does not store settings that have their default value.",
@@ -181,13 +180,13 @@ PAGES = {
         "training run.",
     ),
     codes.CRC: Page(
-        "A disk or a network damaged the file, or something wrote to it.",
-        "`unzip -t FILE` finds the same member. Compare the file with the one on the node that wrote it.",
+        "A disk or a network damaged the file, or a program wrote to it.",
+        "`unzip -t FILE` reports the same member. Compare the file with the one on the node that wrote it.",
     ),
     codes.REPLICAS_DIFFER: Page(
         "A rank file is from another step, or ranks computed replicated tensors differently.",
-        "The finding gives the number of elements that differ and by how much. A drift is small and in many "
-        "elements.",
+        "The finding states how many elements differ and by how much. If ranks drifted apart, the "
+        "differences are small and in many elements.",
     ),
     codes.DUPLICATED_SHARD: Page(
         "A copy or a rename went wrong, often in a shell loop.",
@@ -209,7 +208,7 @@ PAGES = {
         "step.",
     ),
     codes.PAD_NOT_ZERO: Page(
-        "The optimizer moved the padding rows, or tokens were added and the size was not updated.",
+        "The optimizer changed the padding rows, or tokens were added and vocab_size was not updated.",
         "Compare the number of rows with the size of the tokenizer.",
     ),
     codes.HASH: Page(
@@ -225,7 +224,7 @@ PAGES = {
         "The finding gives the largest difference between the ranks.",
     ),
     codes.TIED_DIFFER: Page(
-        "The head was trained separately, or one tensor comes from another step.",
+        "The head was trained separately, or one of the two tensors comes from another step.",
         "`fastshard diff` with a good copy shows which of the two changed.",
     ),
     codes.TRUNCATED: Page(
@@ -251,32 +250,30 @@ PAGES = {
         "`head -c 200 FILE` shows text where a weight file has binary data.",
     ),
     codes.UNWRITTEN: Page(
-        "A copy stopped at the file's length before its data, or a node died before its writes reached the "
-        "disk.",
+        "A copy set the file's length but stopped before it wrote the data, or a node died before its "
+        "writes reached the disk.",
         "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on "
         "purpose where it holds zeros.",
     ),
     codes.UNTRAINED: Page(
-        "Weights were never loaded before they were saved, heads were divided by another rule, or the text "
-        "is "
-        "in a language or a format that the model does not know.",
+        "Weights were not loaded before the save, heads were divided by another rule, or the model does not "
+        "know the language or format of the text.",
         "`fastshard stats CKPT` shows tensors that look like a fresh initialisation. Run the trainer on the "
         "same tokens: `fastshard loss CKPT --tokens FILE --expect-loss X`.",
     ),
     codes.LOSS_DIFFERS: Page(
-        "One tensor or one setting of the config was converted wrongly, or the trainer computed the loss "
-        "with "
+        "One tensor or one config setting was converted wrongly. Or the trainer computed the loss with "
         "dropout, with another BOS token, or on other tokens.",
-        "`fastshard layers` names the layers that differ; record the trainer's outputs with "
+        "`fastshard layers` names the layers that differ. Record the trainer's outputs with "
         "fastshard.integrations.record.",
     ),
     codes.OUTPUTS_DIFFER: Page(
-        "Gate and up projection are exchanged, heads are regrouped, a layer was copied over another, or the "
-        "config has another rotary base. If every layer differs, a setting does.",
+        "The gate and up projections are swapped, heads are regrouped, a layer was copied over another one, "
+        "or the config has another rotary base. If every layer differs, a setting is the cause.",
         "`fastshard diff A B --include 'model.layers.N.*'` compares the tensors of layer N.",
     ),
     codes.MASTERS_DIFFER: Page(
-        "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another "
+        "The parameters were loaded from elsewhere without the optimizer, or a rank file is from another "
         "step.",
         "`fastshard master-weights CKPT -v` lists the tensors with their largest difference.",
     ),

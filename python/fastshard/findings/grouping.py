@@ -249,7 +249,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
             rank=a.rank if a.rank == b.rank else None,
             expected=None,
             got=None,
-            evidence=f"inside they say {a.got} and {b.got}",
+            evidence=f"inside they state {a.got} and {b.got}",
             help=a.help if a.decided else back,
             run=a.run,
         )

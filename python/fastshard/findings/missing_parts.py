@@ -96,7 +96,7 @@ def _not_there(part: Part) -> Finding:
     nothing = 0 if part.kind.counted or part.kind.within else "null"
     return Finding.of(
         codes.MISSING_PART,
-        f"config.json promises {part}, and no file holds a tensor of {them}",
+        f"config.json promises {part}, and no file holds any of {them}",
         help=f"copy the files that held {them} from the original checkpoint; if {were} left out on purpose, "
         f"set {part.key} to "
         f"{nothing} in config.json",

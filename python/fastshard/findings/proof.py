@@ -12,7 +12,7 @@ from ..common.records import asdict, dataclass, field
 __all__ = ["Checked", "checked", "list_unchecked", "listed_by"]
 
 #: What no run that reads a checkpoint can check.
-LIMIT = "that the layout is right for the model: no hash shows that, logits do"
+LIMIT = "whether the layout is right for the model: no hash shows that, but logits do"
 
 #: Possible endings of a verification that finds nothing wrong.
 CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
@@ -42,14 +42,16 @@ class Checked:
             return f"contents checked{part}: {', '.join(self.against)}"
         if self.ending == COMPLETE:
             return f"complete{part}" + (f" by {self.by}" if self.by else "")
-        return f"nothing is wrong as far as it was checked{part}"
+        return f"no problem was found in what was checked{part}"
 
     def left(self) -> tuple[str, ...]:
         """Return descriptions for users of what was not checked."""
         if self.ending == CONTENTS:
             return ()
         by = ", ".join(self.against)
-        contents = f"the contents (only against {by})" if by else "the contents (no checksums here)"
+        contents = (
+            f"the contents (only compared with {by})" if by else "the contents (there are no checksums)"
+        )
         return (*self.unnoticed, contents)
 
     def to_dict(self) -> dict[str, Any]:

@@ -66,9 +66,9 @@ def attest(
     if not safe_files.is_file(root / MANIFEST_NAME):
         raise FastshardError.of(
             codes.BAD_MANIFEST,
-            "no manifest is here to hold it against",
+            "the checkpoint has no manifest to compare it with",
             file=str(root / MANIFEST_NAME),
-            help="make one; results have one already",
+            help="make a manifest; every result of fastshard has one",
             run=["fastshard manifest CKPT"],
         )
     # Before it is read: one that takes its place meanwhile is found.
@@ -78,7 +78,7 @@ def attest(
     for name in names:
         if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise FastshardError.of(
-                codes.BAD_MANIFEST, "the manifest names a file that leaves its folder", file=name
+                codes.BAD_MANIFEST, "the manifest names a file outside its directory", file=name
             )
     files = {name: root / name for name in names}
     before = {name: _stamp(file) for name, file in files.items()} | {MANIFEST_NAME: first}
@@ -89,7 +89,7 @@ def attest(
     manifest = read(root / MANIFEST_NAME)
     for name, file in files.items():
         if _stamp(file) != before[name]:
-            raise FastshardError.of(codes.SOURCE_CHANGED, "changed while it was read", file=name)
+            raise FastshardError.of(codes.SOURCE_CHANGED, "the file changed while it was read", file=name)
     statement = {
         "_type": _STATEMENT,
         "subject": [
@@ -132,7 +132,7 @@ def _target(root: Path, out: StrPath | None) -> Path:
             codes.OUT_EXISTS,
             "exists and is not a statement",
             file=str(target),
-            help="choose another place with -o FILE",
+            help="choose another file with -o FILE",
         )
     return target
 

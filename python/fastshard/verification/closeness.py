@@ -31,7 +31,7 @@ class Tolerance:
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not 0 <= value < float("inf"):
                 raise FastshardError.of(
-                    codes.USAGE, name, expected="a finite number of 0 or more", got=str(value)
+                    codes.USAGE, name, expected="a finite number, 0 or more", got=str(value)
                 )
 
 

@@ -93,7 +93,7 @@ class Difference:
         overlap = self.a_stats.overlap(self.b_stats)
         # Rounding must not make them equal.
         words.append(
-            "the distributions are alike"
+            "the distributions are the same"
             if overlap == 1
             else f"the distributions overlap by {min(overlap, 0.9999):.2%}"
         )

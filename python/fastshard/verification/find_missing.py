@@ -39,9 +39,9 @@ _MOST_NAMED = 4
 #: The number of a layer in the name of a file that holds one layer.
 _LAYER = compile_when_used(r"(?<=layer_)\d+")
 #: Evidence that a candidate is the missing file.
-_BY_HASH = "its hash is that of the manifest"
-_BY_SIZE = "name, folder and size fit"
-_BY_NAME = "name and folder fit"
+_BY_HASH = "its hash matches the manifest"
+_BY_SIZE = "name, directory and size match"
+_BY_NAME = "name and directory match"
 
 
 @dataclass(frozen=True)
@@ -297,11 +297,11 @@ def _locate(
         else:
             rejected.append(f"{candidate}: {why}")
     if not fitting:
-        reason = some(rejected, _MOST_NAMED) if rejected else "no file of this name is in the folders"
+        reason = some(rejected, _MOST_NAMED) if rejected else "no file with this name is in the directories"
         return MissingFile(name, place.path, reason=reason)
     if differing := [other for other in fitting[1:] if not safe_files.same(fitting[0], other)]:
         several = (os.fspath(fitting[0]), *map(os.fspath, differing))
-        reason = f"{len(several)} files fit, and their contents differ: {some(several, _MOST_NAMED)}"
+        reason = f"{len(several)} files match, and their contents differ: {some(several, _MOST_NAMED)}"
         return MissingFile(name, place.path, candidates=several, reason=reason)
     return _bring(place, fitting[0], _BY_SIZE if "size" in entry else _BY_NAME)
 
@@ -317,7 +317,7 @@ def _check(
         return "its path cannot be written in a command", False
     has_hash = run.has_hash(candidate, entry)
     if has_hash is not None:
-        return None if has_hash else "its hash is not that of the manifest", has_hash
+        return None if has_hash else "its hash differs from the manifest", has_hash
     if (why := _misfit(candidate, name, path)) is None:
         run.check_header(candidate)
     return why, False
@@ -335,9 +335,9 @@ def _misfit(candidate: Path, name: str, path: Path) -> str | None:
     if step is None and other is not None and other.isdecimal():
         other = None
     if other != step:
-        return f"of step {other}" if other is not None else f"nothing says that it is of step {step}"
+        return f"it is of step {other}" if other is not None else f"nothing shows that it is of step {step}"
     if candidate.parts[-len(below) :] != below:
-        return f"nothing says that it is {'/'.join(below)}"
+        return f"nothing shows that it is {'/'.join(below)}"
     return None
 
 
@@ -352,11 +352,15 @@ def _refuse_place(name: str, path: Path, root: Path) -> str | None:
     """Return why no command may write a missing file; None if its name and its folders stay in the root."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or not pure.name:
-        return "its name leaves the checkpoint"
+        return "its name points outside the checkpoint"
     if not is_utf8(os.fspath(path)) or not os.fspath(path).isprintable():
         return "its name cannot be written in a command"
     real = Path(os.path.realpath(root))
-    return None if Path(os.path.realpath(path)).is_relative_to(real) else "a link leads out of the checkpoint"
+    return (
+        None
+        if Path(os.path.realpath(path)).is_relative_to(real)
+        else ("a link points outside the checkpoint")
+    )
 
 
 def _bring(place: MissingFile, source: Path, evidence: str) -> MissingFile:
@@ -375,20 +379,20 @@ def _bring(place: MissingFile, source: Path, evidence: str) -> MissingFile:
 def _not_found(file: MissingFile) -> Finding:
     return Finding.of(
         codes.MISSING_FILE,
-        "several files may be this missing one"
+        "several files match this missing file"
         if file.candidates
-        else "the file is missing, and no file that was found fits",
+        else "the file is missing, and no file that was found matches",
         file=file.name,
         got=printable(file.reason or ""),
         help="choose one of them, or pass a manifest with hashes (--expect)"
         if file.candidates
-        else "name more folders to search (--in)",
+        else "search more directories (--in)",
     )
 
 
 def describe(search: FileSearch) -> str:
     """Describe in a few words how much was found."""
     if not search.files:
-        return "no file is missing, by the headers"
+        return "the headers show no missing file"
     found = sum(file.command is not None for file in search.files)
     return f"{found} of {counted(len(search.files), 'missing file')} found"

@@ -288,14 +288,14 @@ def _with_values(tensor: _Tensor, hash: str | None, stats: dict[str, Any]) -> _T
 
 def _find_errors(tensors: dict[str, _Tensor], earlier: dict[str, _Tensor], before: str) -> Iterator[Finding]:
     """Compare names, shapes and dtypes with those of the step before."""
-    help = "look into what changed in the run; compare the steps with `fastshard diff`"
+    help = "check what changed in the run; compare the steps with `fastshard diff`"
     missing = [name for name in earlier if name not in tensors]
     if missing:
         yield Finding.of(
             codes.MISSING_TENSOR,
             f"{counted(len(missing), 'tensor')} of step {before} are missing"
             if len(missing) > 1
-            else f"it is in step {before}, and missing",
+            else f"the tensor is in step {before}, but missing here",
             tensor=missing[0],
             count=len(missing),
             help=help,
@@ -306,7 +306,7 @@ def _find_errors(tensors: dict[str, _Tensor], earlier: dict[str, _Tensor], befor
             expected, got = str(list(other.shape)), str(list(tensor.shape))
             yield Finding.of(
                 codes.SHAPE,
-                f"its shape is not that of step {before}",
+                f"the shape differs from that in step {before}",
                 tensor=name,
                 expected=expected,
                 got=got,
@@ -315,7 +315,7 @@ def _find_errors(tensors: dict[str, _Tensor], earlier: dict[str, _Tensor], befor
         elif tensor.dtype != other.dtype:
             yield Finding.of(
                 codes.DTYPE,
-                f"its dtype is not that of step {before}",
+                f"the dtype differs from that in step {before}",
                 tensor=name,
                 expected=other.dtype,
                 got=tensor.dtype,
@@ -346,7 +346,7 @@ def run_command(command: str, followed: FollowedStep) -> int:
     Environment variables state the step and its first error. The command's output goes to stderr.
     """
     finding = followed.finding
-    assert finding is not None, "only steps with errors have something to report"
+    assert finding is not None, "only steps with errors have an error to report"
     values = {
         "FASTSHARD_STEP": followed.step.name,
         "FASTSHARD_CODE": finding.code,

@@ -62,8 +62,8 @@ def manifest(
     if out is None and _core.is_remote(checkpoint.roots[0]):
         raise FastshardError.of(
             codes.USAGE,
-            "a manifest is not written to a store yet",
-            help="name a file of this host",
+            "fastshard cannot write a manifest to a store yet",
+            help="name a file on this host",
             run=[f"fastshard manifest {shlex.join(map(show_text, checkpoint.listing.given()))} -o FILE"],
         )
     path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
@@ -72,7 +72,7 @@ def manifest(
             codes.OUT_EXISTS,
             "exists and is not a manifest",
             file=str(path),
-            help="choose another place with -o FILE",
+            help="choose another file with -o FILE",
         )
     plan = make_plan(checkpoint.opened, Request(exclude=exclude))
     raise_errors(plan.findings)

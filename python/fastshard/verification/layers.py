@@ -36,7 +36,7 @@ _NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2, "float64": 1e-8}
 #: A unit stands out if it differs this many times more than the median of the layers.
 _TIMES = 5.0
 #: What to do where all layers differ.
-_SETTING = "look for a wrong setting in the config, or one wrong tensor in each layer"
+_SETTING = "look for a wrong setting in the config, or for one wrong tensor in each layer"
 #: Keys of a config that say nothing of what a model computes.
 _ASIDE = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 LENGTH, MOST = 128, 256
@@ -159,7 +159,7 @@ def layers(
         if is_record(a):
             if text is not None or tokens is not None:
                 raise FastshardError.of(
-                    codes.USAGE, "a record has its own tokens", help="leave --text and --tokens out"
+                    codes.USAGE, "a record brings its own tokens", help="leave out --text and --tokens"
                 )
             right, config = read_record(a), None  # type: ignore[arg-type]
         else:
@@ -223,7 +223,7 @@ def _check_fit(right: LayerOutputs, model: LayerwiseModel, b: str) -> None:
     if int(right.tokens.max()) >= model.vocab_size:
         raise FastshardError.of(
             codes.BAD_VALUE,
-            "a token id is no row of the model's embedding",
+            "a token id is outside the model's embedding",
             file=b,
             expected=f"ids below {model.vocab_size}",
             got=str(int(right.tokens.max())),
@@ -233,12 +233,12 @@ def _check_fit(right: LayerOutputs, model: LayerwiseModel, b: str) -> None:
 def _list_unproven(right: LayerOutputs, model: LayerwiseModel) -> list[str]:
     """List what outputs on some tokens do not prove."""
     lines = [
-        "that what these tokens do not reach is equal: other rows of the embedding, experts that none is "
-        "sent to"
+        "whether weights that these tokens do not reach are equal: other rows of the embedding, experts "
+        "that no token is routed to"
     ]
     own, theirs = model.vocab_size, int(right.outputs[LOGITS].shape[-1])
     if own != theirs:
-        lines.append(f"that the rows of the vocabulary beyond {min(own, theirs)} are padding")
+        lines.append(f"whether the rows of the vocabulary beyond {min(own, theirs)} are padding")
     return lines
 
 
@@ -353,11 +353,11 @@ def _find(
         findings.append(
             Finding.of(
                 codes.OUTPUTS_DIFFER,
-                f"{text} something else on the same input, by up to {most:.2g} of its norm{hint}",
+                f"{text} a different output from the same input, by up to {most:.2g} of its norm{hint}",
                 file=b,
                 layers=range(numbers[0], numbers[-1] + 1) if len(runs(numbers)) == 1 else None,
                 count=len(numbers),
-                help="look for a wrong setting in the config, or one wrong tensor in each layer"
+                help="look for a wrong setting in the config, or for one wrong tensor in each layer"
                 if is_all
                 else None,
             )
@@ -365,7 +365,7 @@ def _find(
     findings += [
         Finding.of(
             codes.OUTPUTS_DIFFER,
-            f"{u.name} computes something else on the same input, by {u.relative:.2g} of its norm",
+            f"{u.name} computes a different output from the same input, by {u.relative:.2g} of its norm",
             file=b,
         )
         for u in units

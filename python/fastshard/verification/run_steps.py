@@ -40,7 +40,7 @@ _WORDS = {1: "broken", 2: "unreadable", 3: "incomplete"}
 _MOST_NAMED = 4
 
 #: Advice for a save that did not end.
-_WAIT = "wait until the save ends, or go back to an older step if its run is over"
+_WAIT = "wait until the save ends; if its run is over, use an older step"
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,11 @@ def judge_step(
     if plain(path.name) != path.name:
         findings = [
             Finding.of(
-                codes.UNCOMMITTED, "its name says that the save is not finished", file=path.name, help=_WAIT
+                codes.UNCOMMITTED, "its name shows that the save is not finished", file=path.name, help=_WAIT
             )
         ]
     elif not states:
-        findings = [
-            Finding.of(codes.UNCOMMITTED, "the folder of the step is empty", file=path.name, help=_WAIT)
-        ]
+        findings = [Finding.of(codes.UNCOMMITTED, "the step directory is empty", file=path.name, help=_WAIT)]
     else:
         findings, is_verified = _read_findings(path, states, verify, verified, memory, opening)
     return RunStep(
@@ -302,9 +300,9 @@ def find_steps_folder(run: StrPath) -> Path:
     if len(within) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "several folders have steps",
+            "several directories hold steps",
             got=some([folder.name for folder in within], _MOST_NAMED),
-            help="pass one of these folders as RUN",
+            help="pass one of these directories as RUN",
         )
     if not within:
         _refuse_streams(path)
@@ -329,9 +327,9 @@ def _refuse_streams(folder: Path) -> None:
         return
     raise FastshardError.of(
         codes.UNSUPPORTED,
-        "the steps of EasyLM are files, which are judged one by one",
+        "EasyLM's steps are files, and fastshard checks them one by one",
         file=os.fspath(folder),
-        expected="a folder for each step",
+        expected="a directory for each step",
         got=some([stream.name for stream in streams], _MOST_NAMED),
         help="pass each file to `fastshard verify`",
         run=[f"fastshard verify {shlex.quote(os.fspath(stream))}" for stream in streams[-_MOST_NAMED:]],
@@ -341,10 +339,10 @@ def _refuse_streams(folder: Path) -> None:
 def _no_steps(folder: Path) -> FastshardError:
     return FastshardError.of(
         codes.NO_SUCH_PATH,
-        "no folder in it is a step of a run",
+        "the directory holds no steps of a run",
         file=os.fspath(folder),
-        expected="folders like checkpoint-500, iter_0000500, global_step500 or step-500",
-        help="pass the folder that holds the steps; `fastshard inspect` reads one step",
+        expected="directories like checkpoint-500, iter_0000500, global_step500 or step-500",
+        help="pass the directory that holds the steps; `fastshard inspect` reads a single step",
     )
 
 
@@ -406,7 +404,9 @@ def _check_trackers(
             file=file,
             got=shown(text),
             expected="a complete step" if newest is None else f"{newest}, the newest complete step",
-            help="restore the step that it names" if newest is None else "point it at the complete step",
+            help="restore the step that it names"
+            if newest is None
+            else "point the tracker file at the complete step",
             run=[] if newest is None else ["--fix-tracker"],
         )
 

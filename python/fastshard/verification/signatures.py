@@ -50,7 +50,7 @@ def check(
     if (public_key is None) == (not certificates):
         raise FastshardError.of(
             codes.USAGE,
-            "a signature is verified with a public key, or with certificates",
+            "verifying a signature needs a public key or certificates",
             help="pass --public-key FILE, or --certificate-chain FILE",
         )
     library = imported(
@@ -75,9 +75,9 @@ def check(
         which = str(_keys(public_key, certificates)[0])
         raise FastshardError.of(
             codes.USAGE,
-            f"no key or certificate that can be used: {told}",
+            f"no usable key or certificate: {told}",
             file=which,
-            help="pass the PEM of a public key of an elliptic curve, or of certificates",
+            help="pass a PEM file with an elliptic-curve public key, or with certificates",
         ) from None
     try:
         # It prints warnings.
@@ -118,17 +118,17 @@ def _mismatch(
     passed = " and ".join(path.name for path in _keys(public_key, certificates))
     if signed is None:
         return finding(
-            "the file is no signature of model-signing, or it is truncated",
+            "the file is not a model-signing signature, or it is truncated",
             "a signature (model.sig)",
-            "copy the signature file again from whoever has signed the files",
+            "copy the signature file again from whoever signed the files",
         )
     if signed.has_key != (public_key is not None):
         signer, option = (
             ("key", "--public-key FILE") if signed.has_key else ("certificate", "--certificate-chain FILE")
         )
         return finding(
-            f"the signature is made with a {signer}, and "
-            f"{'certificates are' if signed.has_key else 'a public key is'} passed",
+            f"the signature was made with a {signer}, but "
+            f"{'certificates were' if signed.has_key else 'a public key was'} passed",
             f"the signer's {signer if signed.has_key else 'certificate chain'}",
             f"pass the signer's {'public key' if signed.has_key else 'certificates'} instead of {passed}",
             passed,
@@ -136,7 +136,7 @@ def _mismatch(
         )
     if public_key is not None and signed.hint not in (None, _hint(public_key)):
         return finding(
-            "the signature is made with another key",
+            "the signature was made with another key",
             f"a signature by the key of {passed}",
             "pass the signer's key, if you trust it",
             f"a key whose SHA-256 is {signed.hint}",
@@ -144,7 +144,7 @@ def _mismatch(
         )
     if type(error).__name__ == "X509StoreContextError":
         return finding(
-            "the signature is made with a certificate of another chain",
+            "the signature was made with a certificate of another chain",
             f"a certificate that belongs to {passed}",
             "pass the signer's chain, if you trust it",
             run=["--certificate-chain FILE"],
@@ -152,14 +152,14 @@ def _mismatch(
     if type(error).__name__ == "InvalidSignature":
         either = signed.hint is None and public_key is not None
         return finding(
-            "the signature is made with another key, or was changed since"
+            "the signature was made with another key, or was changed later"
             if either
-            else "the signature was changed since it was made",
+            else "the signature was changed after it was made",
             f"a signature by the key of {passed}",
-            "pass the signer's key, or copy the signature file again from whoever has signed the files"
+            "pass the signer's key, or copy the signature file again from whoever signed the files"
             if either
-            else "copy the signature file again from whoever has signed the files",
-            "a value that does not fit what it signs",
+            else "copy the signature file again from whoever signed the files",
+            "a value that does not match the signed content",
         )
     if signed.is_of_others(folder, str(error)):
         return finding(
@@ -171,8 +171,8 @@ def _mismatch(
     return finding(
         "the signature does not match the files",
         f"files as they were signed, by the key of {passed}",
-        "copy the files again from whoever has signed them; if they were changed on purpose, have them "
-        "signed again",
+        "copy the files again from whoever signed them; if they were changed on purpose, have them signed "
+        "again",
     )
 
 

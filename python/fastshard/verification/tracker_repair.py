@@ -55,16 +55,16 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
     if not steps.trackers:
         raise FastshardError.of(
             codes.NO_SUCH_PATH,
-            "no tracker file is in the folder of the steps",
+            "the directory of the steps holds no tracker file",
             file=steps.folder,
             expected="latest or latest_checkpointed_iteration.txt",
-            help="pass the step to the trainer by its name; this run has no tracker file",
+            help="pass the step to the trainer by name; this run has no tracker file",
         )
     changes = []
     for file, before in steps.trackers.items():
         path = folder / file
         if path.is_symlink():
-            raise _refuse(file, "a link, which is not written through")
+            raise _refuse(file, "a link, and fastshard does not write through links")
         changes.append(TrackerChange(file, before, _choose_text(file, before, steps.steps)))
     for change in changes:
         if change.changed:
@@ -104,18 +104,18 @@ def _choose_text(file: str, before: str, steps: Iterable[RunStep]) -> str:
         "no step is complete",
         file=file,
         got=shown(before),
-        help="restore the missing files of a step; `fastshard find` looks for them",
+        help="restore the missing files of a step; `fastshard find` searches for them",
     )
 
 
 def _refuse(
-    file: str, got: str, expected: str = "the name of a step, or of Megatron-LM its number"
+    file: str, got: str, expected: str = "the name of a step, or its number for Megatron-LM"
 ) -> FastshardError:
     return FastshardError.of(
         codes.UNSUPPORTED,
-        "the form of the tracker file is not known",
+        "the format of the tracker file is unknown",
         file=file,
         expected=expected,
         got=got,
-        help="write the file by hand, as its trainer does",
+        help="write the file by hand, as its trainer writes it",
     )

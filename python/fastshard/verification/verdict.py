@@ -68,9 +68,7 @@ class Verdict(Sequence[Finding]):
     __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> NoReturn:
-        raise TypeError(
-            "a Verdict is neither true nor false: ask for .ok, or for len() to count its findings"
-        )
+        raise TypeError("a Verdict has no truth value: use .ok, or len() to count its findings")
 
     def __repr__(self) -> str:
         errors = sum(finding.severity == "error" for finding in self._findings)

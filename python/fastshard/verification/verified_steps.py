@@ -55,15 +55,15 @@ class VerifiedSteps:
         if not os.fspath(folder) or Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run)):
             raise FastshardError.of(
                 codes.USAGE,
-                "the folder for the state lies in the run",
+                "the --state directory is inside the run",
                 file=os.fspath(folder),
-                help="choose a folder elsewhere with --state DIR",
+                help="choose a directory elsewhere with --state DIR",
             )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FastshardError(
-                [safe_files.system_finding(error, os.fspath(folder), "cannot make the folder")]
+                [safe_files.system_finding(error, os.fspath(folder), "cannot make the directory")]
             ) from None
 
     def find_manifest(self, step: Path) -> Path | None:
@@ -114,11 +114,11 @@ class VerifiedSteps:
         if document.get("format") != _FORMAT or document.get("step") != os.path.realpath(step):
             raise FastshardError.of(
                 codes.USAGE,
-                "the state is not of this run",
+                "the state is from another run",
                 file=os.fspath(path),
                 expected=os.path.realpath(step),
                 got=str(document.get("step")),
-                help="choose another folder for this run with --state DIR",
+                help="choose another directory for this run with --state DIR",
             )
         return document
 
@@ -132,7 +132,7 @@ class VerifiedSteps:
 def _damaged(path: Path, why: str) -> FastshardError:
     return FastshardError.of(
         codes.USAGE,
-        f"the state of a step is damaged: {why}",
+        f"the saved state of a step is damaged: {why}",
         file=os.fspath(path),
-        help="move this file away; then the step is read again",
+        help="move this file away; the step is then read again",
     )

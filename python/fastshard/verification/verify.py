@@ -170,7 +170,7 @@ def _find_accepted_part(words: Collection[str]) -> list[Finding]:
     """Return a warning if the manifest states that the checkpoint is a converted part of another one."""
     if "part" not in words:
         return []
-    message = "the checkpoint was made of a part of another one, by its own manifest"
+    message = "the checkpoint was made from a part of another one, according to its own manifest"
     return [
         Finding.of(
             codes.PART,
@@ -276,7 +276,8 @@ def _signed_by(signature: Path, keys: Iterable[StrPath]) -> str:
 
 #: What a checkpoint's own list of its tensors does not tell.
 _NEVER_SAVED = (
-    "tensors that were never saved would not be noticed (the checkpoint alone says which there are)"
+    "tensors that were never saved would not be noticed (only the checkpoint itself states which tensors "
+    "exist)"
 )
 
 
@@ -300,7 +301,7 @@ def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[
         and all(file["checksums"] for file in held)
         and not any(f.code == codes.NO_CHECKSUMS for f in findings)
     ):
-        return ["the CRC32 that the files themselves keep"]
+        return ["the CRC32 checksums in the files"]
     return []
 
 
@@ -317,11 +318,13 @@ def _signed(
     """
     if signature is None:
         if public_key is not None or certificates:
-            raise FastshardError.of(codes.USAGE, "a key without a signature", help="pass --signature FILE")
+            raise FastshardError.of(
+                codes.USAGE, "a key was passed without a signature", help="pass --signature FILE"
+            )
         return []
     if len(checkpoint.roots) > 1:
         raise FastshardError.of(
-            codes.USAGE, "a signature covers one directory", got=f"{len(checkpoint.roots)} folders"
+            codes.USAGE, "a signature covers one directory", got=f"{len(checkpoint.roots)} directories"
         )
     from . import signatures
 

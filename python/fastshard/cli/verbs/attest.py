@@ -12,12 +12,12 @@ from ..verb import Outcome, Result, Verb
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ckpt", metavar="CKPT", help="a result, or a folder with a manifest")
+    parser.add_argument("ckpt", metavar="CKPT", help="a result of fastshard, or a directory with a manifest")
     parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {STATEMENT_NAME} in CKPT")
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="copy the hashes of the manifest without comparing the files with them",
+        help="copy the hashes from the manifest without checking the files against them",
     )
     add_common(parser)
 
@@ -35,13 +35,13 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 ATTEST = Verb(
     name="attest",
-    help="write an in-toto statement of a result, to be signed",
+    help="write an in-toto statement about a result, ready to sign",
     description="""\
-        Compares a result with its manifest and writes a statement about it, in the form of in-toto: SHA-256
-        of each file (the id that Git LFS and Hugging Face's hub know it by), BLAKE3 of each tensor, what it
-        was made of. The statement is not signed. To sign the folder with a key of yours: model_signing sign
-        key CKPT. A result that holds a statement or a signature is not replaced by --overwrite: both are of
-        what is there.""",
+        Compares a result with its manifest and writes an in-toto statement about it: the SHA-256 of each
+        file (the id that Git LFS and the Hugging Face Hub use), the BLAKE3 of each tensor, and the sources
+        of the result. The statement is not signed. To sign the directory with your own key: model_signing
+        sign key CKPT. --overwrite does not replace a result that holds a statement or a signature, because
+        both describe the files of that result.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -15,7 +15,7 @@ from ..verb import Outcome, Result, Verb
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="DEST", help="the destination that a run would have")
+    parser.add_argument("out", metavar="DEST", help="the destination of the planned run")
     add_ranks(parser)
     parser.set_defaults(rank="auto")
     add_common(parser, run=False, reads=False)

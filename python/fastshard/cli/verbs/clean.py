@@ -14,23 +14,25 @@ from ..verb import Outcome, Result, Verb
 _FATES = {
     "removed": "removed",
     "resumable": "kept: run the same command with --resume to continue it; --abandon RUN removes it",
-    "at_work": "kept: a process is at work on it",
-    "complete": "kept: its result is in place; run the same command with --resume to end its clean-up",
-    "foreign": "kept: it holds files that fastshard did not write; look into it",
+    "at_work": "kept: a process is working on it",
+    "complete": "kept: its result is in place; run the same command with --resume to finish the clean-up",
+    "foreign": "kept: it holds files that fastshard did not write; check them",
 }
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="DEST", help="destination of the runs")
-    parser.add_argument("--abandon", metavar="RUN", help="remove this run too, though it could be continued")
+    parser.add_argument(
+        "--abandon", metavar="RUN", help="also remove this run, although it could be continued"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="time in which a process at work shows a sign of life (default: 30)",
+        help="treat a process that shows no sign of life for this long as dead (default: 30)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
+        "--dry-run", action="store_true", help="list what would be removed, and remove nothing"
     )
     add_common(parser, run=False, reads=False)
 
@@ -48,7 +50,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         freed = human(sum(left.bytes for left in removed))
         lines.append(f"{freed} would be freed" if a.dry_run else f"{freed} freed")
     return Result(
-        "\n".join(lines) or f"{a.out}: nothing was left",
+        "\n".join(lines) or f"{a.out}: nothing to clean up",
         {"out": str(a.out), "leftovers": [asdict(left) for left in found]},
     ), []
 
@@ -68,13 +70,15 @@ def _results(left: Leftover, out: str) -> list[str]:
     elif is_there:
         where = f"{out} is not replaced yet" if by_version["newer"].complete else f"{out} is incomplete"
     else:
-        where = f"nothing is at {out}"
+        where = f"{out} does not exist"
     lines = [f"kept: it holds {holds}; {where}"]
     if "newer" in by_version:
-        lines.append("publish the newer result: run the same command with --resume, or `fastshard commit`")
+        lines.append(
+            "put the newer result in place: run the same command with --resume, or `fastshard commit`"
+        )
     for result in left.results:
         if result.command is not None:
-            lines.append(f"get the {result.version} result back: {result.command}")
+            lines.append(f"restore the {result.version} result: {result.command}")
     if "newer" not in by_version:
         lines.append("remove the older result: run the same command with --resume")
     return lines

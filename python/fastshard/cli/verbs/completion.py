@@ -60,7 +60,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if shell not in SHELLS:
         raise FastshardError.of(
             codes.USAGE,
-            "which shell? $SHELL names none of those that are known",
+            "$SHELL names no shell that fastshard knows",
             expected=", ".join(SHELLS),
             got=shell or "nothing",
             help="name it",
@@ -72,8 +72,9 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 COMPLETION = Verb(
     name="completion",
-    help="completion for bash, zsh and fish",
-    description="Prints a script for a shell. Once and for all:\n\n  " + "\n  ".join(_INSTALL.values()),
+    help="print a completion script for bash, zsh or fish",
+    description="Prints a completion script for a shell. To install it:\n\n  "
+    + "\n  ".join(_INSTALL.values()),
     arguments=_arguments,
     run=_run,
     judges=lambda a: False,

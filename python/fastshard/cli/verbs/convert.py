@@ -85,11 +85,11 @@ def _refuse_source_as_out(a: argparse.Namespace) -> None:
     command = shlex.join(["fastshard", a.command, *map(str, a.ckpt), a.out, "OUT"])
     raise FastshardError.of(
         codes.OUT_EXISTS,
-        "the destination holds a checkpoint: the last path is taken as OUT",
+        "OUT, the last path, already holds a checkpoint",
         file=a.out,
         expected="an empty or absent directory",
         got=f"a checkpoint of {framework}",
-        help="name the destination after it, if it is a source too",
+        help="add the destination as the last path if this directory is a source too",
         run=[command],
     )
 
@@ -120,12 +120,14 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     else:
         if to is not None and a.check_loss is not None:
             raise FastshardError.of(
-                codes.USAGE, "--check-loss and --ray", help="run `fastshard loss` on the result"
+                codes.USAGE,
+                "--check-loss cannot be combined with --ray",
+                help="run `fastshard loss` on the result",
             )
         if a.hf_branch is not None or a.hf_pr:
             raise FastshardError.of(
                 codes.USAGE,
-                "--hf-branch or --hf-pr, and --ray",
+                "--hf-branch and --hf-pr cannot be combined with --ray",
                 help="write the result to storage that all nodes see, then run `hf upload`",
             )
         from ...conversion.distributed.ray.convert import convert as convert_on_ray
@@ -153,7 +155,9 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
 
         text = f"{text}\n{describe_loss(record)}"
     if verbose and manifest.left_out:
-        text = "\n".join([text, "not taken from the source:", *(f"  {path}" for path in manifest.left_out)])
+        text = "\n".join(
+            [text, "not carried over from the source:", *(f"  {path}" for path in manifest.left_out)]
+        )
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == SHARED_BYTES)])
     commits = [
         f for f in manifest.findings if f.code == codes.PUBLISHED and find_scheme(f.file or "") == "hf"
@@ -172,7 +176,7 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
 
 MERGE = Verb(
     name="merge",
-    help="merge shards to full tensors, names unchanged",
+    help="merge shards into full tensors; keep their names",
     arguments=lambda parser: _arguments(parser, to=False),
     run=lambda a: _write(a, None),
     silent=True,

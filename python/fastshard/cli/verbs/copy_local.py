@@ -13,11 +13,11 @@ from ..verb import Outcome, Result, Verb
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ckpt", metavar="CKPT", help="what this host has of a checkpoint")
+    parser.add_argument("ckpt", metavar="CKPT", help="the checkpoint files on this host")
     parser.add_argument("out", metavar="PART", help="destination directory")
     add_opening(parser)
     group = parser.add_argument_group("writing")
-    group.add_argument("--overwrite", action="store_true", help="replace PART if it is there")
+    group.add_argument("--overwrite", action="store_true", help="replace PART if it exists")
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
     add_common(parser)
 

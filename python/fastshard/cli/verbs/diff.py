@@ -19,8 +19,8 @@ _KINDS = {"only_a": "only in A", "only_b": "only in B"}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="a checkpoint")
-    parser.add_argument("b", metavar="B", help="another one, in any format")
+    parser.add_argument("a", metavar="A", help="the first checkpoint, in any format")
+    parser.add_argument("b", metavar="B", help="the second checkpoint, in any format")
     group = parser.add_argument_group("tolerance")
     group.add_argument(
         "--atol",
@@ -120,10 +120,10 @@ DIFF = Verb(
     name="diff",
     help="compare two checkpoints, across formats and shardings",
     description="""\
-        Compare two checkpoints, tensor by tensor, across formats and shardings. CHANGED is the share of
-        elements that differ, MAX DIFF the largest |A-B|, REL DIFF |A-B| / |A| by the norms of the full
-        tensors. With --atol or --rtol tensors that are close are no differences, so that it is a gate for
-        what is recomputed.""",
+        Compares two checkpoints tensor by tensor, across formats and shardings. CHANGED is the share of
+        elements that differ, MAX DIFF the largest |A-B|, and REL DIFF |A-B| / |A|, by the norms of the
+        full tensors. With --atol or --rtol, tensors within the tolerance do not count as different, so the
+        command can check recomputed weights.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -18,22 +18,24 @@ from .convert import destination, published
 def _of_zero(parser: argparse.ArgumentParser) -> None:
     # source: DeepSpeed deepspeed/utils/zero_to_fp32.py, its command line (0.18)
     parser.add_argument(
-        "ckpt", metavar="CKPT", help="the folder that holds latest and the steps' folders, or one of these"
+        "ckpt",
+        metavar="CKPT",
+        help="the directory that holds `latest` and the step directories, or one step directory",
     )
-    parser.add_argument("out", metavar="OUT", help="folder of the result: new or empty")
-    group = parser.add_argument_group("as zero_to_fp32 has them")
+    parser.add_argument("out", metavar="OUT", help="output directory: new or empty")
+    group = parser.add_argument_group("options of zero_to_fp32")
     group.add_argument(
         "--max_shard_size",
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="bytes of tensors in a file, at most (default: 5GB)",
+        help="maximum bytes of tensors in a file (default: 5GB)",
     )
     group.add_argument(
         "--safe_serialization",
         "--safe-serialization",
         action="store_true",
-        help="safetensors; fastshard always writes it",
+        help="accepted for compatibility: fastshard always writes safetensors",
     )
     group.add_argument(
         "-t",
@@ -55,13 +57,13 @@ def _of_zero(parser: argparse.ArgumentParser) -> None:
 
 def _of_ranks(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
-    parser.add_argument("out", metavar="OUT", help="folder of the result: new or empty")
+    parser.add_argument("out", metavar="OUT", help="output directory: new or empty")
     group = parser.add_argument_group("result")
     group.add_argument(
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="bytes of tensors in a file, at most (default: 5GB)",
+        help="maximum bytes of tensors in a file (default: 5GB)",
     )
     add_choosing(group)
     _writing(parser)
@@ -71,7 +73,7 @@ def _of_ranks(parser: argparse.ArgumentParser) -> None:
 def _writing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("writing")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
-    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is an older result")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier result")
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
 
 
@@ -81,7 +83,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
     if not optimizer.masters:
         raise FastshardError.of(
             codes.MASTERS_NOT_CHECKABLE,
-            "no fp32 master weights: not written by ZeRO, or by stage 0",
+            "no fp32 master weights: ZeRO did not write this checkpoint, or ran at stage 0",
             severity="error",
             file=a.ckpt,
             help="run `fastshard merge`, which takes the parameters as they are",
@@ -97,7 +99,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
     result, findings = published(manifest, a.out)
     if not a.safe_serialization:
         message = (
-            "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given "
+            "fastshard writes safetensors; zero_to_fp32 writes pytorch_model.bin unless it is given "
             "--safe_serialization"
         )
         findings = [*findings, Finding.of(codes.WEIGHTS_TAKEN, message)]
@@ -132,9 +134,10 @@ ZERO_TO_FP32 = Verb(
     name="zero-to-fp32",
     help="drop-in for DeepSpeed's zero_to_fp32.py",
     description="""\
-        Takes what DeepSpeed's zero_to_fp32.py takes, and writes what it writes with --safe_serialization: the
-        fp32 master weights of a ZeRO checkpoint, merged, under the model's names, in safetensors. As
-        `fastshard merge --weights masters`: checked, in bounded memory, all or nothing.""",
+        Accepts the arguments of DeepSpeed's zero_to_fp32.py and writes what it writes with
+        --safe_serialization: the merged fp32 master weights of a ZeRO checkpoint, under the model's names,
+        in safetensors. Works like `fastshard merge --weights masters`: checked, in bounded memory, all or
+        nothing.""",
     arguments=_of_zero,
     run=_zero,
     silent=True,
@@ -147,8 +150,8 @@ CONSOLIDATE = Verb(
     name="consolidate",
     help="drop-in for torch's DCP consolidation",
     description="""\
-        For torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face writer:
-        the full tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in
+        Merges torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face
+        writer into one set of safetensors files with an index. Works like `fastshard merge`: checked, in
         bounded memory, all or nothing.""",
     arguments=_of_ranks,
     run=_consolidate,

@@ -22,9 +22,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=TIMEOUT,
-        help="processor time for building the model; ten times as long by the clock (default: 60)",
+        help="CPU time limit for building the model; the wall-clock limit is ten times as long (default: 60)",
     )
-    parser.add_argument("--no-cache", action="store_true", help="make the list anew, and do not keep it")
+    parser.add_argument("--no-cache", action="store_true", help="rebuild the list and do not cache it")
     add_common(parser, run=False, reads=False)
 
 
@@ -60,7 +60,7 @@ def _refuse_other(at: Path) -> None:
         except FastshardError:
             raise FastshardError.of(
                 codes.OUT_EXISTS,
-                "the file exists and is no list of expected tensors",
+                "the file exists and is not a list of expected tensors",
                 file=str(at),
                 help="choose another FILE",
             ) from None
@@ -68,12 +68,12 @@ def _refuse_other(at: Path) -> None:
 
 EXPECTED = Verb(
     name="expected",
-    help="list the tensors that a config promises",
+    help="list the tensors that a config requires",
     description="""\
-        Lists the tensors that a config.json promises, by the transformers that is installed: names, shapes
-        and dtypes as save_pretrained writes them. The class that the config names is built without weights,
-        by a separate process that has no network, no tokens and none of the checkpoint's code. --like takes
-        the list, or the config itself. Lists are kept in the user's cache folder.""",
+        Lists the tensors that a config.json requires, according to the installed transformers: names,
+        shapes and dtypes as save_pretrained writes them. A separate process builds the class that the
+        config names, without weights. That process has no network, no tokens and none of the checkpoint's
+        code. --like accepts the list or the config itself. The user's cache directory keeps lists.""",
     arguments=_arguments,
     run=_run,
     often=("--output",),

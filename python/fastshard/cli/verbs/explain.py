@@ -17,7 +17,10 @@ from ..verb import Outcome, Result, Verb
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "code", nargs="?", metavar="CODE", help="e.g. FS101, or a word of a title: nan; without it, all codes"
+        "code",
+        nargs="?",
+        metavar="CODE",
+        help="a code, e.g. FS101, or a word of a title, e.g. nan (default: all codes)",
     )
     add_format(parser, ("text", "json"))
 
@@ -68,7 +71,7 @@ def _format(of: Explanation) -> str:
 
 EXPLAIN = Verb(
     name="explain",
-    help="what a finding such as FS303 means, and what to do",
+    help="explain what a finding such as FS303 means and what to do",
     arguments=_arguments,
     run=_run,
     examples=("fastshard explain FS303", "fastshard explain"),

@@ -20,12 +20,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         required=True,
         metavar="DIR",
-        help="folders to search, with all folders below them",
+        help="directories to search, with their subdirectories",
     )
     parser.add_argument(
         "--expect",
         metavar="FILE",
-        help="a manifest with sizes and hashes of the files (default: the one beside the checkpoint), or a "
+        help="a manifest with sizes and hashes of the files (default: the one next to the checkpoint), or a "
         "config",
     )
     add_common(parser, run=False)
@@ -60,11 +60,11 @@ FIND = Verb(
     name="find",
     help="find the missing files of a checkpoint in other folders",
     description="""\
-        Find the missing files of a checkpoint in other folders: disks of other nodes, backups. The files are
-        those that the headers show to be missing. A file whose hash is that of a manifest is found wherever
-        it lies; without a manifest the name, the folders below the step and the step must be the same.
-        Prints a command for each file that copies it to its place, and copies nothing itself. Exit code 3 if
-        some are not found.""",
+        Finds the missing files of a checkpoint in other directories: disks of other nodes, backups. The
+        headers show which files are missing. With a manifest, a file is found by its hash, wherever it is.
+        Without one, the step, the file's name and its directories below the step must match. Prints a
+        command that copies each file to its place, and copies nothing itself. The exit code is 3 if some
+        files are not found.""",
     arguments=_arguments,
     run=_run,
     finds=True,

@@ -117,8 +117,8 @@ def _chunks(store: dict[str, Any] | None) -> list[tuple[str, str]]:
     if not store:
         return []
     absent = store["absent_chunks"]
-    text = f"{store['verdict']}: {store['chunks']} called for, " + (
-        f"{absent} absent" if absent else "all there"
+    text = f"{store['verdict']}: {store['chunks']} required, " + (
+        f"{absent} missing" if absent else "all present"
     )
     return [("chunks", text)]
 
@@ -129,7 +129,7 @@ def _reason(seen: Inspection) -> str:
 
 INSPECT = Verb(
     name="inspect",
-    help="say what a checkpoint holds and what is missing; headers only",
+    help="show what a checkpoint holds and what is missing; headers only",
     arguments=_arguments,
     run=_run,
     finds=True,

@@ -18,22 +18,26 @@ _TEXT = ("text", "tokens", "device")
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "a", metavar="A", help="the model that is right: a checkpoint, or a file that a trainer recorded"
+        "a", metavar="A", help="the reference model: a checkpoint, or a file that a trainer recorded"
     )
     parser.add_argument("b", metavar="B", help="another checkpoint")
     group = parser.add_argument_group("text")
     add_options(group, Evaluating, only=_TEXT)
     for flag, default, what in (
-        ("--sequence-length", LENGTH, "tokens of a sequence, at most"),
-        ("--max-tokens", MOST, "tokens in all, at most; the outputs of all layers on them stay in memory"),
+        ("--sequence-length", LENGTH, "maximum number of tokens in a sequence"),
+        (
+            "--max-tokens",
+            MOST,
+            "maximum number of tokens in total; the outputs of all layers for them stay in memory",
+        ),
     ):
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     group.add_argument(
         "--tolerance",
         type=float,
         metavar="Y",
-        help="relative difference up to which outputs count as equal (default: 0 for models of one class and "
-        "dtype, else by the dtype)",
+        help="relative difference up to which outputs count as equal (default: 0 for models of one class "
+        "and dtype, else depends on the dtype)",
     )
     add_opening(parser)
     add_values(parser)
@@ -91,12 +95,12 @@ LAYERS = Verb(
     name="layers",
     help="compare what each layer of two models computes",
     description="""\
-        Compare what each layer of two models computes, from the shards of their checkpoints. Each layer of B
-        is given what the same layer of A was given, so that exactly the damaged ones differ. REL DIFF is the
-        norm of the difference over the norm of A's output, over all tokens. Settings of the configs that
-        differ are listed: no tensor shows these. A may be a file that a trainer wrote with
-        fastshard.integrations.record: then B is compared with what the trainer computed. Where both
-        checkpoints are at hand, `fastshard diff A B` is cheaper and names the tensor.""",
+        Compares what each layer of two models computes, from the shards of their checkpoints. Each layer
+        of B gets the input of the same layer of A, so only the damaged layers differ. REL DIFF is the norm
+        of the difference over the norm of A's output, over all tokens. Config settings that differ are
+        listed, because no tensor shows them. A may be a file that a trainer wrote with
+        fastshard.integrations.record: B is then compared with what the trainer computed. If you have both
+        checkpoints, `fastshard diff A B` is cheaper and names the tensor.""",
     arguments=_arguments,
     run=_run,
     silent=True,

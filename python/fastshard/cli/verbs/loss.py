@@ -68,11 +68,12 @@ LOSS = Verb(
     name="loss",
     help="compute the loss of the model on a text, from its shards",
     description="""\
-        Compute the loss of a causal language model on a text: from any format that converts to Hugging Face,
-        without writing it, one decoder layer in memory at a time. A class of transformers computes. A loss as
-        of an untrained model is an error (FS318). With --expect-loss, the loss that the trainer computed on
-        the same tokens, another loss is an error (FS319), and nothing else is. A plausible loss proves
-        nothing by itself: damage to one layer may change it by less than its standard error.""",
+        Computes the loss of a causal language model on a text, from any format that converts to Hugging
+        Face. The converted model is not written, and one decoder layer is in memory at a time. A class of
+        transformers computes the outputs. A loss like that of an untrained model is an error (FS318). Pass
+        the loss that the trainer computed on the same tokens with --expect-loss: a different loss is an
+        error (FS319). A plausible loss alone proves nothing: damage to one layer may change it by less
+        than its standard error.""",
     arguments=_arguments,
     run=_run,
     often=("--text", "--tokens", "--expect-loss", "--tolerance", "--device", "--memory", "--json"),

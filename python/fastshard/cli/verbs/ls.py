@@ -33,37 +33,45 @@ _ORDERS: dict[str, Callable[[TensorRow], Any]] = {
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "ckpt", nargs="+", metavar="CKPT", help="checkpoint directory or file; several are parts of one"
+        "ckpt",
+        nargs="+",
+        metavar="CKPT",
+        help="checkpoint directory or file; pass several for the parts of one checkpoint",
     )
     parser.add_argument(
         "--glob",
         action="append",
         default=[],
         metavar="GLOB",
-        help="tensors of these names; as a last argument without the flag too, if no file is called that",
+        help="tensors whose names match; the last argument needs no flag if no file has that name",
     )
-    group = parser.add_argument_group("which, and how")
+    group = parser.add_argument_group("selection and display")
     group.add_argument(
-        "--dtype", action="append", default=[], metavar="DTYPE", help="of this dtype, e.g. BF16"
+        "--dtype", action="append", default=[], metavar="DTYPE", help="tensors of this dtype, e.g. BF16"
     )
-    group.add_argument("--layer", type=int, action="append", default=[], metavar="N", help="of this layer")
-    group.add_argument("--larger-than", metavar="SIZE", help="of more bytes than that, e.g. 1GiB")
+    group.add_argument(
+        "--layer", type=int, action="append", default=[], metavar="N", help="tensors of this layer"
+    )
+    group.add_argument("--larger-than", metavar="SIZE", help="tensors larger than this, e.g. 1GiB")
     group.add_argument(
         "--sort",
         choices=("model", "file", "name", "size"),
         default="model",
-        help="order (default: model, embeddings first, then layers by number, in a layer as data passes it)",
+        help="order (default: model: embeddings first, then layers by number, each in the order of "
+        "computation)",
     )
-    group.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N")
-    group.add_argument("--limit", type=int, metavar="N", help="show N at most")
+    group.add_argument("--offset", type=int, default=0, metavar="N", help="skip the first N")
+    group.add_argument("--limit", type=int, metavar="N", help="show at most N")
     form = group.add_mutually_exclusive_group()
-    form.add_argument("--tree", action="store_true", help="as a tree; branches that are alike are one")
+    form.add_argument("--tree", action="store_true", help="show a tree; equal branches are merged")
     form.add_argument(
         "--csv",
         action="store_true",
-        help="as CSV, for a spreadsheet: name, dtype, shape, elements, bytes, ...",
+        help="write CSV for a spreadsheet: name, dtype, shape, elements, bytes, ...",
     )
-    form.add_argument("--by", choices=("role", "layer", "dtype"), help="counts and bytes of groups")
+    form.add_argument(
+        "--by", choices=("role", "layer", "dtype"), help="show the count and bytes of each group"
+    )
     group.add_argument("--no-pager", action="store_true", help="do not use a pager")
     add_opening(parser)
     add_common(parser, run=False)
@@ -110,9 +118,9 @@ def _run(a: argparse.Namespace) -> Outcome:
     left = of - len(shown)
     if left:
         last = a.offset + len(shown)
-        total += f"; shown are {a.offset + 1} to {last} of {of:,}" if shown else "; shown are none"
+        total += f"; showing {a.offset + 1} to {last} of {of:,}" if shown else "; none shown"
         if last < of:
-            total += f" (go on with --offset {last})"
+            total += f" (continue with --offset {last})"
     return Result(
         "\n".join(part for part in (text, total) if part), document, paged=not a.no_pager
     ), plan.findings
@@ -254,10 +262,10 @@ def _numbers(numbers: list[int]) -> str:
 
 LS = Verb(
     name="ls",
-    help="list its tensors, as a tree, or by role, layer or dtype",
+    help="list the tensors as a tree, or by role, layer or dtype",
     description="""\
-        The full tensors that merge would write, by headers alone. Names state layers and roles: numbers
-        are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
+        Lists the full tensors that merge would write; reads headers only. Layers and roles come from the
+        tensor names, with the framework's own numbers (in GPT-NeoX's pipeline files layer 2 is first).""",
     arguments=_arguments,
     run=_run,
     often=("--glob", "--layer", "--dtype", "--sort", "--tree", "--csv", "--by", "--json"),

@@ -10,7 +10,10 @@ from ..verb import Outcome, Result, Verb
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "of", nargs="?", metavar="COMMAND", help="the page of one command (default: of all, in short)"
+        "of",
+        nargs="?",
+        metavar="COMMAND",
+        help="print the page of this command (default: an overview of all)",
     )
 
 
@@ -20,9 +23,9 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 MAN = Verb(
     name="man",
-    help="manual pages",
+    help="print manual pages",
     description="""\
-        Prints a page for man, of all commands or of one. To keep them:
+        Prints a manual page for man, of all commands or of one. To save them:
 
           fastshard man > ~/.local/share/man/man1/fastshard.1
           fastshard man convert > ~/.local/share/man/man1/fastshard-convert.1""",

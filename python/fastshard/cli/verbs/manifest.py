@@ -21,7 +21,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="do without these arrays, which cannot be read; all else is hashed",
+        help="leave out these arrays, which cannot be read, and hash the rest",
     )
     add_stats(parser)
     add_common(parser)

@@ -16,7 +16,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     group = parser.add_argument_group("repair")
     group.add_argument(
-        "--repair", metavar="OUT", help="write a copy whose master weights are made from the parameters"
+        "--repair", metavar="OUT", help="write a copy whose master weights are rebuilt from the parameters"
     )
     group.add_argument(
         "--drop-optimizer",
@@ -24,7 +24,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="with --repair: leave the optimizer out, for load_module_only=True",
     )
     group.add_argument("--resume", action="store_true", help="continue an interrupted repair")
-    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     group.add_argument("--fsync", choices=("full", "none"), help="durability (default: full)")
     add_common(parser)
     add_exit_zero(parser)
@@ -41,8 +41,8 @@ def _run(a: argparse.Namespace) -> Outcome:
         if flag := next((flag for flag, given in stray.items() if given), None):
             raise FastshardError.of(
                 codes.USAGE,
-                f"{flag} goes with --repair OUT",
-                help="pass --repair OUT too; nothing is written without it",
+                f"{flag} needs --repair OUT",
+                help="pass --repair OUT too; without it nothing is written",
             )
         report = master_weights(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
         steps = ", ".join(f"{step:g}" for step in report.steps) or "not stated"
@@ -79,7 +79,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     )
     count = len(manifest.document["tensors"])
     what = (
-        "the optimizer left out; load it with load_module_only=True"
+        "the optimizer state was left out; load it with load_module_only=True"
         if a.drop_optimizer
         else "master weights rebuilt from the parameters, moments and step set to zero; load it as usual"
     )
@@ -91,9 +91,9 @@ MASTER_WEIGHTS = Verb(
     name="master-weights",
     help="compare fp32 master weights with parameters; rebuild them",
     description="""\
-        Compare fp32 master weights with the 16-bit parameters: each must round to its parameter. With
-        --repair the parameters are taken to be right: OUT is the same checkpoint with master weights made
-        from them, and moments and step zero.""",
+        Compares the fp32 master weights with the 16-bit parameters: each must round to its parameter.
+        --repair assumes that the parameters are right: OUT is the same checkpoint with master weights
+        rebuilt from them, and with moments and step set to zero.""",
     arguments=_arguments,
     run=_run,
     silent=True,

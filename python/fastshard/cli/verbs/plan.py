@@ -101,9 +101,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         rows.append(
             (
                 "decodes",
-                f"{decoding['blocks']} chunks of {human(decoding['largest'])} at most, each once; "
+                f"{decoding['blocks']} chunks of at most {human(decoding['largest'])}, each decoded once; "
                 f"{human_memory(decoding['live'])} of them are needed at a time"
-                + (f": what {human_memory(memory)} cannot hold lies on disk meanwhile" if beyond else ""),
+                + (f": what does not fit in {human_memory(memory)} is kept on disk" if beyond else ""),
             )
         )
     text = fields(rows)

@@ -23,14 +23,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="OTHER",
-        help="compare with this one, the one before; opened with the same options",
+        help="compare with this earlier checkpoint, opened with the same options",
     )
     parser.add_argument("--stats", action="store_true", help="read all data, for distributions and hashes")
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="report.html", help="default: report.html; - for stdout"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace FILE even if it is no report of fastshard"
+        "--overwrite", action="store_true", help="replace FILE even if it is not a fastshard report"
     )
     add_common(parser)
 
@@ -47,8 +47,8 @@ def _place(a: argparse.Namespace) -> Path | None:
         if a.output_format != "text":
             raise FastshardError.of(
                 codes.USAGE,
-                f"--output-format {a.output_format} and -o -",
-                help="pass a file with -o; both want stdout",
+                f"--output-format {a.output_format} cannot be combined with -o -",
+                help="pass a file with -o: both would write to stdout",
             )
         return None
     path = safe_files.replaceable(a.output)
@@ -60,7 +60,7 @@ def _place(a: argparse.Namespace) -> Path | None:
             codes.OUT_EXISTS,
             "exists and is not a report",
             file=str(path),
-            help="choose another place with -o FILE, or pass --overwrite",
+            help="choose another file with -o FILE, or pass --overwrite",
         )
     return path
 
@@ -93,14 +93,14 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 REPORT = Verb(
     name="report",
-    help="write one HTML page of all this, to look at or to send",
+    help="write one HTML page about a checkpoint, to look at or send",
     description="""\
-        One self-contained HTML page: what the checkpoint is, which ranks hold what of which tensors and what
-        is missing, damaged or copied, findings with what to do, sizes, distributions, provenance. From
-        headers alone, and from the manifest that lies beside the checkpoint; --stats reads all data. Opening
-        the page loads nothing and runs nothing but its own script. A broken checkpoint gives a page too: the
-        exit code is 0 once the page is written, unless --fail-on or --error is given; `fastshard verify`
-        judges. Needs the packages jinja2 and vl-convert-python.""",
+        Writes one self-contained HTML page: what the checkpoint is, what each rank holds of each tensor,
+        what is missing, damaged or copied, findings with their help, sizes, distributions and provenance.
+        Reads only headers and the manifest next to the checkpoint; --stats reads all data. The page loads
+        nothing and runs only its own script. A broken checkpoint gets a page too: the exit code is 0 once
+        the page is written, unless --fail-on or --error is given. Use `fastshard verify` for a verdict.
+        Needs the packages jinja2 and vl-convert-python.""",
     arguments=_arguments,
     run=_run,
     silent=True,

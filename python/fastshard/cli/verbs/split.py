@@ -38,17 +38,17 @@ EMITTERS = ("shell", "slurm", "k8s")
 def _split_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, like=True)
     parser.add_argument(
-        "out", metavar="OUT", help="destination directory, on storage that all who make parts see"
+        "out", metavar="OUT", help="destination directory, on storage that all hosts of the run see"
     )
     parser.add_argument("--parts", type=int, metavar="N", required=True, help="number of parts")
     parser.add_argument(
-        "--emit", choices=EMITTERS, default="shell", help="form of the job script (default: shell)"
+        "--emit", choices=EMITTERS, default="shell", help="kind of job script (default: shell)"
     )
     group = parser.add_argument_group("job scripts (--emit slurm, k8s)")
     group.add_argument(
-        "--time", default="01:00:00", metavar="HH:MM:SS", help="limit of a part (default: 01:00:00)"
+        "--time", default="01:00:00", metavar="HH:MM:SS", help="time limit of each part (default: 01:00:00)"
     )
-    group.add_argument("--cpus", type=int, default=4, metavar="N", help="cores of a part (default: 4)")
+    group.add_argument("--cpus", type=int, default=4, metavar="N", help="CPU cores of each part (default: 4)")
     add_target(parser, required=False)
     add_shaping(parser)
     add_writing(parser)
@@ -83,12 +83,14 @@ def _split(a: argparse.Namespace) -> Outcome:
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="destination of the run")
-    parser.add_argument("--run", required=True, metavar="ID", help="the run, as `fastshard split` printed it")
+    parser.add_argument(
+        "--run", required=True, metavar="ID", help="the run's id, as `fastshard split` printed it"
+    )
     add_common(parser)
 
 
 def _part_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", type=int, metavar="I", help="which part, from 0")
+    parser.add_argument("part", type=int, metavar="I", help="number of the part, from 0")
     _run_arguments(parser)
 
 
@@ -160,8 +162,8 @@ def emitted(run: SplitRun, how: str, job: Job) -> str:
                 f"#SBATCH --cpus-per-task={job.cpus}",
                 f"#SBATCH --mem={job.mebibytes}M",
                 f"#SBATCH --output=fastshard-{run.id[:8]}-%A_%a.out",
-                "# Run it where jobs are submitted: an array makes the parts, a job that depends on it "
-                "commits.",
+                "# Run this where you submit jobs: an array makes the parts, and a job that depends on it "
+                "commits them.",
                 'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
                 "  exec " + part.format('"$SLURM_ARRAY_TASK_ID"'),
                 "fi",
@@ -175,8 +177,8 @@ def emitted(run: SplitRun, how: str, job: Job) -> str:
     return "\n".join(
         [
             "#!/bin/sh",
-            "# Each line on any host that sees the destination and the sources, in any order; the last one "
-            "when all are done.",
+            "# Run each line on any host that sees the destination and the sources, in any order; the last "
+            "one when all are done.",
             "set -e",
             *(part.format(i) for i in range(parts)),
             commit,
@@ -229,7 +231,7 @@ SPLIT = Verb(
 )
 MAKE_PART = Verb(
     name="make-part",
-    help="make one of these parts",
+    help="make one part of a run that was split",
     arguments=_part_arguments,
     run=_part,
     silent=True,

@@ -39,12 +39,12 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 STATS = Verb(
     name="stats",
-    help="minimum, maximum, mean, std, zeros and NaN of every tensor",
+    help="show minimum, maximum, mean, std, zeros and NaN of every tensor",
     description="""\
-        One streaming pass over the full tensors. The histogram has 64 fixed bins, 32 powers of two for each
-        sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of
-        two checkpoints can be compared; zeros, NaN and infinities are counted apart. Zero slabs are indices
-        of a dimension at which everything is zero: lost shards look like that.""",
+        Makes one streaming pass over the full tensors. The histogram has 64 fixed bins, so histograms of
+        two checkpoints can be compared: 32 powers of two for each sign, from 2^-24 to 2^6, with smaller
+        and larger numbers in the first and last bin. Zeros, NaN and infinities are counted separately.
+        Zero slabs are indices of a dimension at which every value is zero: lost shards look like that.""",
     arguments=_arguments,
     run=_run,
     often=("--include", "--exclude", "--memory", "--json"),

@@ -34,7 +34,7 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ckpt", metavar="RUN", help="folder of a run, which holds the steps")
+    parser.add_argument("ckpt", metavar="RUN", help="run directory that holds the steps")
     parser.add_argument("--verify", action="store_true", help="read all data of each step")
     parser.add_argument(
         "--state",
@@ -50,22 +50,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     following.add_argument(
         "--follow",
         action="store_true",
-        help="wait for new steps, judge each when its save is complete, and print a line for each; ends with "
-        "Ctrl-C",
+        help="wait for new steps, check each when its save is complete, and print a line for each; stop "
+        "with Ctrl-C",
     )
     following.add_argument(
         "--rest",
         type=float,
         metavar="SECONDS",
-        help="a step that no tracker file names is saved when its files did not change for so long (default: "
-        "60)",
+        help="treat a step that no tracker file names as saved when its files have not changed for this long "
+        "(default: 60)",
     )
     following.add_argument(
         "--exec",
         dest="command_on_error",
         metavar="CMD",
         help="run a shell command for each step with errors; FASTSHARD_STEP, FASTSHARD_CODE, "
-        "FASTSHARD_MESSAGE and FASTSHARD_FILE have the first error",
+        "FASTSHARD_MESSAGE and FASTSHARD_FILE describe the first error",
     )
     group = parser.add_argument_group("source")
     add_options(group, Source, Vocabulary, Against, only=_OF_STEPS)
@@ -85,7 +85,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.follow:
         return _follow(a, options)
     if a.rest is not None or a.command_on_error is not None:
-        raise FastshardError.of(codes.USAGE, "--rest or --exec without --follow", help="pass --follow too")
+        raise FastshardError.of(codes.USAGE, "--rest and --exec need --follow", help="pass --follow too")
     steps = list_steps(a.ckpt, **options)
     changes: list[TrackerChange] = []
     if a.fix_tracker:
@@ -101,7 +101,9 @@ def _run(a: argparse.Namespace) -> Outcome:
 def _follow(a: argparse.Namespace, options: dict[str, Any]) -> Outcome:
     """Print a line for each new step until a signal comes, or nobody reads them."""
     if a.fix_tracker:
-        raise FastshardError.of(codes.USAGE, "--follow and --fix-tracker", help="leave out one option")
+        raise FastshardError.of(
+            codes.USAGE, "--follow cannot be combined with --fix-tracker", help="leave out one option"
+        )
     is_json, streams, judged = a.output_format == "json", Streams(), 0
     rest = REST if a.rest is None else a.rest
     try:
@@ -115,7 +117,7 @@ def _follow(a: argparse.Namespace, options: dict[str, Any]) -> Outcome:
                 if a.command_on_error is not None and followed.finding is not None:
                     code = run_command(a.command_on_error, followed)
                     if code:
-                        streams.say(f"the command of --exec ended with exit code {code}")
+                        streams.say(f"the --exec command ended with exit code {code}")
             wait(min(max(rest / 4, _SHORTEST_WAIT), _LONGEST_WAIT))
     except KeyboardInterrupt:
         # A signal is how it ends. Each line of JSON is a document, and no other follows.
@@ -151,11 +153,11 @@ def _note(step: RunStep, steps: RunSteps) -> str:
 
 STEPS = Verb(
     name="steps",
-    help="list the steps of a run, and judge each",
+    help="list the steps of a run and check each",
     description="""\
-        List the steps of a run, oldest first, and judge each by its headers: complete, incomplete (files or
-        tensors are missing), broken, unfinished (the save did not end) or unreadable. --verify reads all
-        data. Nothing in RUN is written but tracker files, and these with --fix-tracker alone. Exit code 0 if
+        Lists the steps of a run, oldest first, and judges each by its headers: complete, incomplete (files
+        or tensors are missing), broken, unfinished (the save did not finish) or unreadable. --verify reads
+        all data. Nothing in RUN is written, except tracker files with --fix-tracker. The exit code is 0 if
         the newest step is complete, else that of its findings.""",
     arguments=_arguments,
     run=_run,

@@ -25,8 +25,10 @@ _SHOWN = 8
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
-    parser.add_argument("tensor", metavar="TENSOR", help="a tensor of the result, by its name there")
-    parser.add_argument("--hash", action="store_true", help="read it, for the BLAKE3 of its bytes")
+    parser.add_argument("tensor", metavar="TENSOR", help="name of a tensor in the result")
+    parser.add_argument(
+        "--hash", action="store_true", help="read the tensor and print the BLAKE3 of its bytes"
+    )
     add_target(parser, required=False)
     add_shaping(parser)
     add_common(parser)
@@ -64,9 +66,11 @@ def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -
     if "blake3" in document:
         branches.append((f"BLAKE3 {document['blake3']}", []))
     elif document.get("blake3_stated"):
-        branches.append((f"BLAKE3 {document['blake3_stated']}, by the manifest (--hash reads)", []))
+        branches.append(
+            (f"BLAKE3 {document['blake3_stated']}, from the manifest (--hash reads the tensor)", [])
+        )
     if document["padding"]:
-        branches.append(("zeros where no part reaches: padding", []))
+        branches.append(("zeros outside all parts: padding", []))
     parts: list[Tree] = [
         (
             f"{part['region']} = {', then '.join([part['made_by'], *part['ops']])}",
@@ -116,9 +120,9 @@ TRACE = Verb(
     name="trace",
     help="show which files and bytes one tensor comes from",
     description="""\
-        One tensor of what merge (or, with --to, convert) would write, as a tree of what it is made of.
-        Regions are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code
-        is that of what is found about the checkpoint.""",
+        Shows one tensor that merge (or, with --to, convert) would write, as a tree of its sources. Regions
+        are slices in numpy notation. Reads headers only; --hash reads the tensor too. The exit code is
+        that of the findings about the checkpoint.""",
     arguments=_arguments,
     run=_run,
     finds=True,

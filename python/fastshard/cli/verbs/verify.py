@@ -29,16 +29,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--signature",
         metavar="FILE",
-        help="every file must be as it was signed (model.sig); git's own, such as .gitattributes and "
-        ".github, are never signed",
+        help="check that every file is as it was signed (model.sig); git's own files, such as "
+        ".gitattributes and .github, are never signed",
     )
-    group.add_argument("--public-key", metavar="FILE", help="PEM of the key whose other half has signed")
+    group.add_argument(
+        "--public-key", metavar="FILE", help="PEM file of the public key that matches the signing key"
+    )
     group.add_argument(
         "--certificate-chain",
         action="append",
         default=[],
         metavar="FILE",
-        help="or PEMs of the certificates above the one that has signed",
+        help="or PEM files of the certificates above the signing certificate",
     )
     add_common(parser)
     add_exit_zero(parser)
@@ -98,13 +100,13 @@ def _add_advice(unchecked: Sequence[str], findings: list[Finding]) -> tuple[str,
 
 VERIFY = Verb(
     name="verify",
-    help="check that it is complete and undamaged; reads every byte",
+    help="check that a checkpoint is complete and undamaged; reads every byte",
     description="""\
-        Check that a checkpoint is complete and undamaged. Reads every byte. With a manifest or a signature
-        the contents are checked too; files that were downloaded from the Hugging Face Hub are compared with
-        the hashes that its cache, or --local-dir, keeps. Blocks of a tensor that are zero while the rest is
-        not are a warning (FS313): lost shards look like that. Lines that begin with `not checked` say what
-        would go unnoticed.""",
+        Checks that a checkpoint is complete and undamaged. Reads every byte. With a manifest or a
+        signature the contents are checked too. Files that were downloaded from the Hugging Face Hub are
+        compared with the hashes in its cache or in --local-dir. A block of zeros in a tensor that is
+        otherwise not zero is a warning (FS313): lost shards look like that. Lines that begin with `not
+        checked` list what would go unnoticed.""",
     arguments=_arguments,
     run=_run,
     silent=True,
