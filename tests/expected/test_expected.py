@@ -551,7 +551,7 @@ def test_where_layers_and_list_disagree_a_warning_names_both() -> None:
     assert (
         found.severity == "warning"
         and CALLED in found.message
-        and "the checkpoint's own layers" in found.message
+        and "the checkpoint's other layers" in found.message
     )
     assert beside_list(seen, []) == seen
 

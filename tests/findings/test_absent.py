@@ -120,7 +120,7 @@ def test_a_folder_beside_it_that_holds_the_rest_is_named(
     assert "node1 holds 2 of the 2 missing files\n" in ran.out and "copy" not in ran.out.replace(
         "copy these", ""
     )
-    command = ran.out.split("name all folders of one checkpoint:\n")[1].splitlines()[0]
+    command = ran.out.split("name all directories of one checkpoint:\n")[1].splitlines()[0]
     assert shlex.split(command) == ["fastshard", "verify", "node0", "node1"]
     assert cli(*shlex.split(command)[1:]).code == 0
 

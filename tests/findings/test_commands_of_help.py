@@ -98,14 +98,14 @@ OPTIONS_OF_OTHERS = {
 #: What a help may have removed: leavings of fastshard's own runs, and what a finding shows to be of another
 #: save.
 REMOVED = {
-    "continue it, or remove what it has left",
-    "continue the run, or remove what it has left",
+    "continue it, or remove what it left behind",
+    "continue the run, or remove what it left behind",
     "copy the step if it is the one you want; else delete the tracker file",
     "look at it, have it removed, or choose a destination in a directory of your own; somebody else made or "
     "opened it",
     "look at the destination and into the folder, which may hold what was there before; then remove it and "
     "run again",
-    "make the piece again on its host, or remove it",
+    "make the part again on its host, or remove the file",
     "run the command, or remove the complete result, which is kept in ",
     "run the command, or remove the complete result, which is kept in X",
     "also remove this run, although it could be continued",

@@ -75,7 +75,7 @@ def test_an_expert_of_one_value_is_named(container: str, tmp_path: Path) -> None
     folder = CONTAINERS[container](expert_damages.damage("constant"), tmp_path / "run")
     (found,) = odd(check(folder, tmp_path), "warning")
     assert found["code"] == "FS313" and found["got"] == f"{expert_damages.CONSTANT} everywhere"
-    assert found["message"].startswith("expert 3 of layer 1 holds one value throughout, in ")
+    assert found["message"].startswith("expert 3 of layer 1 is constant, in ")
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -85,7 +85,7 @@ def test_an_expert_of_zeros_is_named(container: str, tmp_path: Path) -> None:
     assert found and all(f["code"] == "FS313" for f in found)
     if container in OF_LAYERS:
         (one,) = found
-        assert one["message"].startswith("expert 3 of layer 1 holds one value throughout, in ")
+        assert one["message"].startswith("expert 3 of layer 1 is constant, in ")
         assert one["got"] == "zeros"
     elif container not in OF_TENSORS:
         assert {f["got"] for f in found} == {"zeros in index 3 of dim 0"}
@@ -93,7 +93,7 @@ def test_an_expert_of_zeros_is_named(container: str, tmp_path: Path) -> None:
     if container not in OF_TENSORS:
         # Parts of tensors that are zero are the work of a verification.
         (text,) = told(merged)
-        assert text.startswith("expert 3 of layer 1 holds one value throughout, in ")
+        assert text.startswith("expert 3 of layer 1 is constant, in ")
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -126,7 +126,7 @@ def test_the_half_of_a_rank_that_is_another_s_is_told(container: str, tmp_path: 
     ran = cli("verify", CONTAINERS[container](expert_damages.damage("rank_as_another"), tmp_path / "run"))
     copies = [f for f in ran.findings if f["code"] in ("FS303", "FS304")]
     assert copies and (
-        ran.code == 1 or "experts hold matrices that another one of them" in copies[0]["message"]
+        ran.code == 1 or "experts hold matrices of another expert" in copies[0]["message"]
     )
 
 
@@ -138,7 +138,7 @@ def test_many_copied_experts_are_one_warning(tmp_path: Path) -> None:
                 source = expert_damages.stack(state, 0, name)[5 + number]
                 expert_damages.stack(state, layer, name)[number] = source
     (text,) = told(check(FUSED(state, tmp_path / "run"), tmp_path))
-    assert text.startswith("6 experts hold the values of another one: expert 0 of layer 1 those of expert 5")
+    assert text.startswith("6 experts hold the values of another expert: expert 0 of layer 1 those of expert 5")
     assert text.endswith("; and 2 more")
 
 
@@ -332,7 +332,7 @@ def test_encoded_tensors_that_are_too_large_are_said_to_be_unchecked(
     folder = CONTAINERS["maxtext"](expert_damages.damage("copied"), tmp_path / "run")
     monkeypatch.setattr(expert_values, "_DECODED", 1 << 10)
     ran = cli("verify", folder)
-    assert not odd(ran, "warning") and "too large to be decoded once more" in ran.out
+    assert not odd(ran, "warning") and "too large to be decoded again" in ran.out
     plain = FUSED(expert_damages.damage("copied"), tmp_path / "fused")
     assert told(cli("verify", plain))
 

@@ -165,7 +165,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bytes_told(out: str) -> int:
-    found = re.search(r"went from host to host by way of the destination: (\d+) bytes", out)
+    found = re.search(r"was sent from host to host through the destination: (\d+) bytes", out)
     assert found, out
     return int(found.group(1))
 

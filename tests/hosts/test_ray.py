@@ -40,7 +40,7 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path) -> None:
     [
         (["--rank", "auto"], "--ray and --rank"),
         (["--world", "2", "--timeout", "5"], "--ray and --world, --timeout"),
-        (["--fsync", "none"], "what several processes write is brought to disk"),
+        (["--fsync", "none"], "several processes always flush their output to disk"),
         (["--threads", "0"], "threads"),
     ],
 )
@@ -60,7 +60,7 @@ def test_words_that_do_not_go_together(words: list[str], said: str, tmp_path: Pa
         ({"cpus": 1.5}, "cpus"),
         ({"retries": -1}, "retries"),
         ({"retries": True}, "retries"),
-        ({"fsync": False}, "what several processes write is brought to disk"),
+        ({"fsync": False}, "several processes always flush their output to disk"),
     ],
 )
 def test_values_that_cannot_be_meant(options: dict[str, Any], said: str, tmp_path: Path) -> None:

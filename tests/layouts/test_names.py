@@ -178,7 +178,7 @@ def test_a_name_below_which_nothing_lies(state: Any, tmp_path: Path) -> None:
         "--prefix",
         "ema",
     )
-    assert whole.code == 2 and "holds its model in one place" in whole.errors[0]["message"]
+    assert whole.code == 2 and "holds only one model" in whole.errors[0]["message"]
 
 
 def test_a_copy_needs_no_known_model(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_values_are_those_of_the_reference(form: str, asked: str, tmp_path: Path
         assert same(have[f"{module}.weight"], want), module
     written = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in written and written["torch_dtype"] == str(DTYPES[asked])[6:]
-    assert ran.having("FS212", message="are written as their values")
+    assert ran.having("FS212", message="are dequantised")
     record = json.loads((out / "fastshard.manifest.json").read_text())["values"]["dequantised"]
     assert (record["dtype"], sum(record["forms"].values())) == (asked.upper(), len(modules))
     # What was written is a plain model.
@@ -394,7 +394,7 @@ def test_weights_are_named_with_their_own_shape(form: str, tmp_path: Path) -> No
     manifest = json.loads((tmp_path / "kept/fastshard.manifest.json").read_text())
     assert manifest["values"]["quantised"] == {up.weight.form: len(rows)}
     assert (
-        "are written as their values in BF16"
+        "are dequantised to BF16"
         in cli("merge", folder, tmp_path / "out", "--dtype", "bf16", json_output=False).out
     )
 

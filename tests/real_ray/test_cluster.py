@@ -522,7 +522,7 @@ def test_each_node_has_a_part_of_the_source(halves: tuple[Path, Path], alone: Pa
             with Midway(1, kill_one) as midway:
                 done = command("merge", here, out, "--ray", cluster.address, "--node-local", "--threads", "1")
             assert midway.met and done.returncode == 0, done.stderr
-            assert "went from host to host" in done.stdout
+            assert "was sent from host to host" in done.stdout
             assert same_weights(out, alone)
         shutil.rmtree(out)
         # Without the other node nobody has its files.
@@ -553,7 +553,7 @@ def test_what_a_node_looks_at(tmp_path: Path) -> None:
     assert "No such file" in absent["error"]
     assert list(there.iterdir()) == [], "a node that does not see the file writes nothing"
     (there / "said").write_text("older")
-    assert look(str(there / "said"), "word", "answer")["error"] == "another file is there"
+    assert look(str(there / "said"), "word", "answer")["error"] == "it has another file"
 
 
 def test_a_cluster_that_is_not_there(source: Path, out: Path) -> None:

@@ -146,7 +146,7 @@ def test_an_update_that_is_zero_throughout_warns(factor: str, dtype: torch.dtype
     for ran in (cli("merge", base, tmp_path / "out", "--adapter", adapter), cli("verify", adapter)):
         # Zero matrices of an adapter by itself are found one by one besides.
         warned = [f["message"] for f in ran.findings if "changes nothing" in f["message"]]
-        assert ran.code == 0 and warned == [f"the adapter changes nothing: every {factor} is zero throughout"]
+        assert ran.code == 0 and warned == [f"the adapter changes nothing: every {factor} is zero"]
 
     def train_one(tensors: Tensors) -> None:
         tensors[f"base_model.model.model.{last}"].view(-1)[-1] = 1

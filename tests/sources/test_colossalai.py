@@ -435,14 +435,14 @@ def test_names_alone_prove_nothing_of_shapes(stages: bool, form: str, tmp_path: 
     tensors = whole()
     rows = len(tensors[EMBED])
     root = write(tmp_path / "ckpt", tensors, form, stages)
-    assert "checked only in part" not in cli("merge", root, tmp_path / "proven").not_checked
+    assert "only partly checked" not in cli("merge", root, tmp_path / "proven").not_checked
     for name, sliced in (("whole", False), ("sliced", True)):
         cut = {n: t[: rows // 2] if sliced and n in (EMBED, HEAD) else t for n, t in tensors.items()}
         ckpt = write(tmp_path / name, cut, form, stages)
         (ckpt / "config.json").unlink()
         shutil.rmtree(ckpt / "tmp_index_files", ignore_errors=True)
         for verb in (("verify", ckpt), ("merge", ckpt, tmp_path / f"{name}-out")):
-            assert "completeness is checked only in part" in cli(*verb).not_checked, (name, verb[0])
+            assert "completeness is only partly checked" in cli(*verb).not_checked, (name, verb[0])
 
 
 def test_slices_that_are_views_of_one_storage_are_no_copies(tmp_path: Path) -> None:

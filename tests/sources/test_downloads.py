@@ -188,7 +188,7 @@ def test_what_would_not_be_noticed_is_said(tmp_path: Path) -> None:
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     checked = cli("verify", tmp_path).doc["checked"]
     assert checked["ending"] == "partly_checked"
-    assert checked["unnoticed"][0].startswith("nothing outside the files states what must exist")
+    assert checked["unnoticed"][0].startswith("nothing outside the files states which tensors must exist")
     first, *_, last = printed(tmp_path)
     assert first.startswith("not checked: nothing outside the files states")
     assert last == f"{tmp_path}: OK, no problem was found in what was checked (exit 0)"

@@ -70,12 +70,12 @@ def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     return [
         Finding.of(
             codes.ZERO_SLAB,
-            f"the adapter changes nothing: every {which} is zero throughout",
+            f"the adapter changes nothing: every {which} is zero",
             severity="warning",
             file=adapter.file,
             tensor=products[0][1 if which == "lora_B" else 0],
-            expected="factors that were trained",
-            got=f"{counted(len(products), 'product')} of value zero",
+            expected="trained factors",
+            got=f"{counted(len(products), 'product')} with value zero",
             help="save the adapter again after training; lora_B is zero before the first step",
         )
     ]
@@ -99,9 +99,9 @@ def _is_zero(stored: StoredBytes, name: str) -> bool:
 def _compare_with_peft(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     """Compare the stored tensors with those that peft saves for such an adapter on such a base."""
     if not opened.asks_transformers:
-        return [_note_unchecked(adapter, "transformers is not asked")]
+        return [_note_unchecked(adapter, "transformers was not used")]
     if adapter.base is None or not isinstance(adapter.base.get("model_type"), str):
-        return [_note_unchecked(adapter, "the base has no config.json of a model")]
+        return [_note_unchecked(adapter, "the base model has no config.json")]
     # What few checkpoints need is imported for these.
     from ..expected.from_peft import list_tensors
 
@@ -135,12 +135,11 @@ def _list_missing(
     return [
         Finding.of(
             codes.MISSING_TENSOR,
-            f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: "
-            f"{some(names, 3)}",
+            f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves: {some(names, 3)}",
             severity="error" if states else "warning",
             file=adapter.file,
             tensor=names[0],
-            expected=f"{counted(len(_list_parts(saved)), 'tensor')} by {adapter.path}",
+            expected=f"{counted(len(_list_parts(saved)), 'tensor')} according to {adapter.path}",
             got=f"{len(names)} of them missing",
             help="copy the adapter again from the host that saved it, or pass the adapter_config.json that "
             "was saved with it",

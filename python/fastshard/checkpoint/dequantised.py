@@ -22,9 +22,7 @@ from .stored_bytes import StoredBytes
 
 __all__ = ["Dequantised", "Logical", "dequantised", "describe_record", "weights_of"]
 
-_HELP = (
-    "leave out --dtype to keep them as they are, or give them their values with the tool that quantised them"
-)
+_HELP = "leave out --dtype to keep them, or dequantise them with the tool that quantised them"
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,9 @@ def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
     first = weights[0]
     return Finding.of(
         codes.UNSUPPORTED,
-        f"{counted(len(weights), 'weight')} stored as {form}, whose values --dtype does not give: {why}",
+        f"{counted(len(weights), 'weight')} stored as {form}, which --dtype cannot dequantise: {why}",
         tensor=first.codes,
-        expected="weights whose values are made here",
+        expected="weights that fastshard can dequantise",
         got=form,
         help=_HELP,
         count=len(weights),
@@ -211,6 +209,6 @@ def describe_record(record: Mapping[str, Any]) -> str:
     )
     left = ", ".join(f"{role} ({count:,})" for role, count in record["left_out"].items())
     if not forms:
-        return f"left out, as the result is not quantised: {left}"
-    are = "is written as its value" if sum(record["forms"].values()) == 1 else "are written as their values"
-    return f"{forms} {are} in {record['dtype']}; left out: {left}"
+        return f"left out, because the result is not quantised: {left}"
+    are = "is dequantised" if sum(record["forms"].values()) == 1 else "are dequantised"
+    return f"{forms} {are} to {record['dtype']}; left out: {left}"

@@ -40,7 +40,7 @@ class Downloaded:
 
     def describe(self) -> str:
         """Describe in words which files were compared."""
-        of = "" if self.is_whole else f", {self.tensors} of {counted(self.of, 'file')} of tensors among them"
+        of = "" if self.is_whole else f", including {self.tensors} of {counted(self.of, 'file')} of tensors"
         return f"{counted(self.files, 'file')} against the hashes of the download{of}"
 
 
@@ -84,7 +84,7 @@ def compare_download(
     if (missing := downloaded.of - downloaded.tensors) > 0:
         message = f"the Hub's cache keeps no hash of {missing} of {counted(downloaded.of, 'file')} of tensors"
         differing.append(
-            Finding.of(codes.NO_CHECKSUMS, message, help="compare a folder as `hf download` leaves it")
+            Finding.of(codes.NO_CHECKSUMS, message, help="compare a directory as `hf download` leaves it")
         )
     return differing
 

@@ -182,7 +182,8 @@ def taken(opened: Opened, request: Request) -> Source:
     )
     if named and source.binding.layout not in layouts.names():
         raise FastshardError.of(
-            codes.UNSUPPORTED, f"{source.framework} with the layout {source.binding.layout}: not read yet"
+            codes.UNSUPPORTED,
+            f"{source.framework} with the layout {source.binding.layout} is not supported yet",
         )
     return source
 
@@ -204,10 +205,10 @@ def movable(framework: str, state: Optimizer, target: Target, request: Request) 
     if request.optimizer and target.takes_slots and state.rules is not None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"the optimizer's state of {framework} is not converted to {target.name}",
-            expected="a state of DeepSpeed, torch, Megatron-LM or ColossalAI",
+            f"the optimizer state of {framework} cannot be converted to {target.name}",
+            expected="an optimizer state of DeepSpeed, torch, Megatron-LM or ColossalAI",
             got=framework,
-            help="convert to maxtext, which holds it, or leave out --optimizer",
+            help="convert to maxtext, which can hold it, or leave out --optimizer",
         )
 
 

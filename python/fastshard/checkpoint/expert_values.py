@@ -51,7 +51,7 @@ _COUNTED = compile_when_used(r"(?:.*_)?(\d+)")
 _PARAMETER = compile_when_used(rf"(?:{'|'.join(WORDS['parameters'])})(\d+)")
 _WORD = compile_when_used(r"[^\W_]+")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_HELP = "copy the file that holds it again, or compare with a good copy: `fastshard diff GOOD CKPT`"
+_HELP = "copy the file that holds it again, or compare it with a good copy: `fastshard diff GOOD CKPT`"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def check_experts(
         *_report_constants(found, names),
     ]
     unnoticed = [
-        f"copied experts inside {names[output]} would not be noticed (too large to be decoded once more)"
+        f"copied experts inside {names[output]} would not be noticed (too large to be decoded again)"
         for output in reader.skipped
     ]
     return ExpertCheck(findings, unnoticed[:1])
@@ -563,8 +563,8 @@ def _report_copies(found: Sequence[_Compared], names: Sequence[str]) -> list[Fin
     ordered = sorted(pairs.items())
     if len(ordered) > _NAMED:
         pair, matrices = ordered[0]
-        text = "; ".join(f"{two.text} those of {one.text}" for (one, two), _ in ordered[:_NAMED])
-        message = f"{len(ordered)} experts hold the values of another one: {text}"
+        text = "; ".join(f"{two.text} holds those of {one.text}" for (one, two), _ in ordered[:_NAMED])
+        message = f"{len(ordered)} experts hold the values of another expert: {text}"
         message += f"; and {len(ordered) - _NAMED} more"
         return [_warn_of_copies(message, names[matrices[0].output], len(ordered), pair)]
     return [
@@ -591,7 +591,7 @@ def _warn_of_copies(message: str, tensor: str, count: int, pair: tuple[_Expert, 
         count=count,
         expected=f"other values in {pair[1].text}",
         got=f"those of {pair[0].text}",
-        help=f"{_HELP}; if they are equal on purpose, ignore the warning",
+        help=f"{_HELP}; if they are meant to be equal, ignore the warning",
         run=["--ignore FS304"],
     )
 
@@ -606,12 +606,13 @@ def _report_copies_by_design(found: Sequence[_Compared], names: Sequence[str]) -
     return [
         Finding.of(
             codes.EQUAL_SHARDS,
-            f"{len(experts)} of {len(total)} experts hold matrices that another one of them holds, such as "
+            f"{len(experts)} of {len(total)} experts hold matrices of another expert, e.g. "
             f"{other.expert.text} those of {first.expert.text}",
             severity="note",
             tensor=names[other.output],
             count=len(experts),
-            evidence="more than a third of them are equal, as in mixtures that were made of a dense model",
+            evidence="more than a third of the experts are equal, as in MoE models that were made from a "
+            "dense model",
         )
     ]
 
@@ -626,13 +627,11 @@ def _report_constants(found: Sequence[_Compared], names: Sequence[str]) -> list[
     if len(ordered) > _NAMED:
         (value, _), matrices = ordered[0]
         text = ", ".join(expert.text for (_, expert), _ in ordered[:_NAMED])
-        message = (
-            f"{len(ordered)} experts hold one value throughout: {text}, and {len(ordered) - _NAMED} more"
-        )
+        message = f"{len(ordered)} experts are constant: {text}, and {len(ordered) - _NAMED} more"
         return [_warn_of_constant(message, names[matrices[0].output], len(ordered), value)]
     return [
         _warn_of_constant(
-            f"{expert.text} holds one value throughout, in {_count_matrices(matrices)}",
+            f"{expert.text} is constant, in {_count_matrices(matrices)}",
             names[matrices[0].output],
             len(matrices),
             value,

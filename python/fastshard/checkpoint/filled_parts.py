@@ -111,8 +111,8 @@ def find(
         ):
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"the tensors of {whose} lie in parts, and --fill-from takes whole ones",
-                help="merge it first, and fill the result",
+                f"the tensors of {whose} are stored in parts, and --fill-from needs full tensors",
+                help="merge it first, and use the result",
                 run=["fastshard merge CKPT OUT"],
             )
     (have, lost), whole = _list_tensors(base), _model(original)
@@ -146,7 +146,7 @@ def find(
             raise FastshardError.of(
                 codes.USAGE,
                 f"no tensor of {path} has a name like --fill-only {pattern}",
-                help="look at the names",
+                help="list the names",
                 run=[f"fastshard ls {shlex.quote(str(path))}"],
             )
         single += [name for name in matching if name in by_name and name not in taken and name not in single]
@@ -180,7 +180,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
         source, note = _move(source, filled.moved, filled.path)
         findings += [note, *filled.moved.moves.findings]
     if not filled.files:
-        message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
+        message = f"nothing is taken from {filled.path} (--fill-from): it has none of the missing parts"
         return source, [*findings, Finding.of(codes.FILLED, message, severity="warning")]
     prefix = source.names.prefix
     units: list[Unit] = []
@@ -210,10 +210,10 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     findings += [
         Finding.of(
             codes.FILLED,
-            f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
+            f"the tensor is taken from {filled.path}, but the rest of its part is from the checkpoint",
             severity="warning",
             tensor=name,
-            help="restore the file that held it, if training changed this tensor",
+            help="if training changed this tensor, restore the file that held it",
         )
         for name in filled.single
     ]
@@ -226,8 +226,8 @@ def _move(source: Source, moved: MovedPart, path: str) -> tuple[Source, Finding]
     places = ", ".join(f"{part}* as {whole}*" for part, whole in moved.moves.prefixes.items())
     note = Finding.of(
         codes.FILLED,
-        f"the checkpoint is a part of {path}, trained alone: {counted(len(names), 'tensor')} take their "
-        f"places there, {places}",
+        f"the checkpoint is a part of {path}, trained alone: {counted(len(names), 'tensor')} replace "
+        f"tensors there, {places}",
         severity="note",
         tensor=next(iter(names)),
     )
@@ -280,10 +280,10 @@ def _model(original: Checkpoint) -> _Model:
         if unit.under or unit.strip or unit.prefix or opened.source.names.prefix or opened.source.names.own:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "--fill-from takes a model as save_pretrained writes it",
+                "--fill-from needs a model as save_pretrained writes it",
                 file=original.opened.files[unit.file].path,
                 expected="tensors under the model's own names",
-                got="names below another key",
+                got="names with another prefix",
                 help="convert it first",
                 run=["fastshard convert CKPT OUT --to hf"],
             )
@@ -328,8 +328,8 @@ def _is_of_that_kind(
             codes.USAGE,
             f"the model {path} (--fill-from) has other names than the checkpoint: {len(common)} of "
             f"{len(have)} are in both",
-            help="pass the model that training began with; where the checkpoint has names in memory, pass "
-            "its config.json with --like too",
+            help="pass the model that training began with; if the checkpoint has names in memory, also pass "
+            "its config.json with --like",
         )
     for name in sorted(common):
         # Tokens may have been added.
@@ -351,10 +351,10 @@ def _dtypes_fit(
     if code_dtypes and not any(dtype in _CODES and len(shape) >= 2 for dtype, shape in have):
         raise FastshardError.of(
             codes.DTYPE,
-            f"what is missing is quantised in {path} (--fill-from), and the checkpoint is not",
+            f"the missing part is quantised in {path} (--fill-from), and the checkpoint is not",
             expected=str(ours),
             got=", ".join(sorted(code_dtypes)),
-            help="write it with its values first",
+            help="dequantise that model first",
             run=[
                 f"fastshard convert {shlex.quote(str(path))} OUT --to hf --dtype {(ours or 'bf16').lower()}"
             ],
@@ -363,10 +363,10 @@ def _dtypes_fit(
     if not code_dtypes and ours != theirs and ours is not None and theirs is not None:
         raise FastshardError.of(
             codes.DTYPE,
-            f"what is missing is {theirs} in {path} (--fill-from), and the checkpoint is {ours}",
+            f"the missing part is {theirs} in {path} (--fill-from), and the checkpoint is {ours}",
             expected=ours,
             got=theirs,
-            help="write it in that dtype first",
+            help="convert that model to this dtype first",
             run=[f"fastshard merge {shlex.quote(str(path))} OUT --dtype {ours.lower()}"],
         )
 

@@ -105,7 +105,7 @@ def not_loaded(
     if report is None:
         if not unknown:
             return []
-        finding = _other_names(called, unknown[0], "and its loader could not be asked", "warning")
+        finding = _other_names(called, unknown[0], "and its loader could not be run", "warning")
         return [finding.replace(count=len(unknown))]
     missing = count_ties_once(listed, report.missing)
     if not missing:
@@ -118,27 +118,25 @@ def not_loaded(
         return [
             Finding.of(
                 codes.NOT_LOADED,
-                f"{called} has {counted(len(missing), 'tensor')} of a head, and the checkpoint is the model "
-                "without it",
+                f"{called} has a head with {counted(len(missing), 'tensor')}, and the checkpoint holds the "
+                "model without it",
                 severity=severity,
                 tensor=missing[0],
                 count=len(missing),
-                help="name the class without a head in architectures of config.json, or add the tensors of "
-                "the head",
+                help="name the class without a head under architectures in config.json, or add the tensors "
+                "of the head",
             )
         ]
     total = len(count_ties_once(listed, (tensor.name for tensor in listed.in_memory)))
     fitting = max(total - len(missing), 0)
     first = unknown[0] if unknown else missing[0]
-    finding = _other_names(
-        called, first, f"by which it finds {total} tensors, and {fitting} are there", severity
-    )
+    finding = _other_names(called, first, f"and finds {fitting} of its {total} tensors", severity)
     near = next((name for name in missing if first.endswith(f".{name}")), None)
     finding = finding.replace(expected=near or missing[0], count=len(missing), evidence=_whose(unknown))
     if near is not None and all(name.startswith(first.removesuffix(near)) for name in names):
         prefix = first.removesuffix(near).rstrip(".")
         finding = finding.replace(
-            help="say where the model begins: all names have a prefix",
+            help="pass the prefix that all names have",
             run=[f"--prefix {shlex.quote(prefix)}"],
         )
     return [finding]
@@ -147,11 +145,10 @@ def not_loaded(
 def _other_names(called: str, name: str, how: str, severity: str) -> Finding:
     return Finding.of(
         codes.NOT_LOADED,
-        f"{called} has other names, {how}",
+        f"{called} uses other names, {how}",
         severity=severity,
         tensor=name,
-        help="write the names of a good checkpoint of the model; say where the model begins, if the names "
-        "have a prefix",
+        help="write the names of a good checkpoint of the model; if the names have a prefix, pass it",
         run=["--like GOOD", "--prefix NAME"],
     )
 
@@ -186,10 +183,11 @@ def unloaded_prefix(model: Description, renamed: Mapping[str, str]) -> list[Find
     return [
         Finding.of(
             codes.NOT_LOADED,
-            f"{called} loads no tensor by a name like this",
+            f"{called} loads no tensor with a name like this",
             tensor=name,
             expected=own,
-            help="merge it, which writes names that are loaded, or writes no config.json beside the names",
+            help="merge the checkpoint: merge writes names that the class loads, or writes no config.json "
+            "next to the names",
             run=["fastshard merge CKPT OUT"],
         )
     ]

@@ -115,7 +115,7 @@ def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -
         missing = [tensor for tensor in tensors if tensor not in stored.get(name, ())]
         if name not in there:
             finding = Finding.of(
-                codes.MISSING_FILE, "the manifest names this file, and it is missing", file=name
+                codes.MISSING_FILE, "the manifest names this file, but it is missing", file=name
             )
         elif name in stored and missing:
             finding = Finding.of(
@@ -173,12 +173,12 @@ def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: R
         findings.append(
             Finding.of(
                 codes.UNEXPECTED_FILE,
-                "the manifest does not name this file, which readers load"
+                "the manifest does not name this file, which loaders read"
                 if loaded
                 else "the manifest does not name this file",
                 severity="error" if loaded else "warning",
                 file=file.path,
-                help="move it away if it does not belong to the result" if loaded else None,
+                help="move the file away if it is not part of the result" if loaded else None,
             )
         )
     return findings

@@ -178,7 +178,7 @@ class Expected:
             return options
         if options.get("config") is not None:
             raise FastshardError.of(
-                codes.USAGE, "both --config and --expect give a config", help="pass it once"
+                codes.USAGE, "both --config and --expect pass a config", help="pass it once"
             )
         return {**options, "config": self.config}
 
@@ -403,8 +403,8 @@ def against_result(
                     tensor=name,
                     expected=f"BLAKE3 {tensor['blake3']}",
                     got=hashes[name],
-                    help="restore the file that holds it from a good copy; it was changed or damaged since, "
-                    "or has another layout's values",
+                    help="restore the file that holds it from a good copy; it was changed or damaged later, "
+                    "or has the values of another layout",
                 )
             )
     findings += [

@@ -47,10 +47,10 @@ class Absent:
                 f"{folder} holds {count:,} of the {missing:,} missing files"
                 for folder, count in self.siblings.items()
             ]
-            return "\n".join([*held, "name all folders of one checkpoint:", f"  {self.commands[0]}"])
+            return "\n".join([*held, "name all directories of one checkpoint:", f"  {self.commands[0]}"])
         *here, there = self.commands
         if not here:
-            return f"if another folder (FOLDER) holds the missing files, name it too:\n  {there}"
+            return f"if another directory (FOLDER) holds the missing files, name it too:\n  {there}"
         return "\n".join(
             [
                 "if other hosts hold the missing files, copy them from each (HOST):",
@@ -64,7 +64,7 @@ class Absent:
 def _layers(finding: Finding) -> str:
     """Describe the layers that a finding reports as missing."""
     if not finding.layers:
-        return finding.tensor or "not stated which"
+        return finding.tensor or "layers not stated"
     first, last = finding.layers[0], finding.layers[-1]
     return f"layer {first}" if first == last else f"layers {first} to {last}"
 

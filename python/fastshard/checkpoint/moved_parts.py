@@ -98,7 +98,7 @@ def find(
     if way.uncertain:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            f"the checkpoint fits several parts of {path} (--fill-from)",
+            f"the checkpoint matches several parts of {path} (--fill-from)",
             got=way.readings,
             help="write the checkpoint under the composite model's names",
         )
@@ -121,11 +121,12 @@ def find(
         + [
             Finding.of(
                 codes.MISSING_TENSOR,
-                f"the model {path} (--fill-from) has this tensor in the part that was trained",
+                f"the model {path} (--fill-from) has this tensor in the part that was trained, and the "
+                "checkpoint lacks it",
                 tensor=name,
                 expected=str(shape),
                 got="none",
-                help="restore the file that held it, or take the model's",
+                help="restore the file that held it, or take the tensor from the model",
                 run=[f"--fill-only {name}"],
             )
             for name, (_, shape) in whole.items()
@@ -155,7 +156,7 @@ def make_shape_finding(path: str, name: str, expected: list[int], got: list[int]
     """Make the finding for a tensor that has another shape in the model of ``--fill-from``."""
     return Finding.of(
         codes.SHAPE,
-        f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
+        f"the checkpoint and the model {path} (--fill-from) have different shapes of this tensor",
         tensor=name,
         expected=str(expected),
         got=str(got),
@@ -206,11 +207,11 @@ def _compare_settings(
         [
             Finding.of(
                 codes.CONFIG_DISAGREES,
-                f"{where}.{key}: the checkpoint and the model {path} (--fill-from) state different values, "
-                "and the result has the model's config",
+                f"{where}.{key}: the checkpoint and the model {path} (--fill-from) state different values; "
+                "the result gets the model's config",
                 expected=f"{value}, as the model states",
                 got=f"{settings[key]}, as the checkpoint states",
-                help="pass the model that training began with, with the setting that training changed",
+                help="pass the model that training began with, and set the value that training changed",
             )
             for key, value in differing[where].items()
         ]
@@ -220,11 +221,11 @@ def _compare_settings(
         return ()
     finding = Finding.of(
         codes.CONFIG_DISAGREES,
-        f"{where}: the model {path} (--fill-from) leaves out settings that the checkpoint states; the result "
-        "has the model's config, for which the defaults of its class count",
+        f"{where}: the model {path} (--fill-from) lacks settings that the checkpoint states; the result "
+        "gets the model's config, so the defaults of its class apply",
         severity="warning",
         got=", ".join(f"{key} {settings[key]}" for key in unstated),
-        help=f"write those that are no defaults under {where} in the model's config.json",
+        help=f"write settings that are not defaults under {where} in the model's config.json",
     )
     return (finding,)
 

@@ -123,7 +123,7 @@ def _read_request(paths: tuple[StrPath, ...], options: OpenOptions) -> _Request:
         FastshardError: ``FS515`` if no path is given; as :func:`open` for the reference.
     """
     if not paths:
-        raise FastshardError.of(codes.USAGE, "no path given")
+        raise FastshardError.of(codes.USAGE, "no path was given")
     gate = Gate.of(options.get("fail_on"), options.get("error", ()), options.get("ignore", ()))
     threads = thread_count(options.get("threads"))
     like = options.get("like")
@@ -272,7 +272,7 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
             "the file holds more data besides its tensors than fastshard reads; the rest was not read",
             severity="warning",
             file=found.files[file].path,
-            help="pass the training config if something is missed",
+            help="pass the training config if a setting is missing",
             run=["--config FILE"],
         )
         for file in sorted(headers.contents.cut)
@@ -413,8 +413,8 @@ def _filled(paths: tuple[StrPath, ...], options: OpenOptions, reference: Referen
         if only:
             raise FastshardError.of(
                 codes.USAGE,
-                "--fill-only and no --fill-from",
-                help="name the model that tensors are taken from",
+                "--fill-only needs --fill-from",
+                help="name the model to take the tensors from",
             )
         return None
     opening = {key: value for key, value in options.items() if key not in ("fill_from", "fill_only")}
@@ -479,7 +479,7 @@ def _attach_reference(reference: Reference, source: Source) -> Source:
 def _nothing_below(prefix: str, framework: str) -> FastshardError:
     return FastshardError.of(
         codes.USAGE,
-        f"prefix: a checkpoint of {framework} holds its model in one place",
+        f"prefix: a checkpoint of {framework} holds only one model",
         got=prefix,
         help="leave it out",
     )
@@ -499,11 +499,11 @@ def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[
         return []
     finding = Finding.of(
         codes.PART,
-        "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where full tensors are "
-        "read",
+        "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), and this format needs "
+        "full tensors",
         file=first["path"],
         tensor=first["partial"],
-        help="name the folder that holds the files of all ranks; where their names do not count ranks, "
+        help="name the directory that holds the files of all ranks; if their names do not number the ranks, "
         "rename them to model_rank_R.pt",
     )
     if "part" not in accept:
@@ -541,7 +541,7 @@ def _refuse_unread(listing: Listing, found: Found[object], findings: list[Findin
     if unread:
         raise FastshardError.of(
             codes.USAGE,
-            f"{some(unread, 3)}: not part of the checkpoint that the other paths hold",
+            f"{some(unread, 3)}: not part of the checkpoint in the other paths",
             expected=f"parts of one checkpoint ({found.framework})",
             help="name one checkpoint at a time: its directory, or the directories of its hosts",
         )
@@ -686,9 +686,9 @@ def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
         if late:
             raise FastshardError.of(
                 codes.USAGE,
-                "the checkpoint is open already",
+                "the checkpoint is already open",
                 got=", ".join(late),
-                help="pass these to fastshard.open",
+                help="pass these options to fastshard.open",
             )
         file_digests.adopt(source.listing.digests)
         return source

@@ -43,9 +43,9 @@ def calls_for_tensors(
         if (name := _called(catalog.values(at)[0], _DEPTH)) is not None:
             found[at] = Finding.of(
                 codes.UNSAFE_PICKLE,
-                f"the file holds no tensors, and calls {name} where it is loaded; nothing was executed",
+                f"the file holds no tensors, and calls {name} when it is loaded; nothing was executed",
                 file=file["path"],
-                expected="tensors, as files of other ranks hold them",
+                expected="tensors, as in the files of other ranks",
                 got=f"a call of {name}",
                 help="copy the file again from the node that wrote it, and never open this one with "
                 "torch.load",

@@ -57,7 +57,7 @@ def weights_taken(
             if state.unstepped
             else Finding.of(
                 codes.MASTERS_NOT_CHECKABLE,
-                "the checkpoint holds no moments that can be read",
+                "the checkpoint holds no readable moments",
                 severity="error",
             )
         ]
@@ -88,7 +88,7 @@ def weights_taken(
         found += unread
     if state.moments_only:
         return found
-    return [*found, Finding.of(codes.WEIGHTS_TAKEN, f"weights taken: {texts[taken]}")]
+    return [*found, Finding.of(codes.WEIGHTS_TAKEN, f"weights used: {texts[taken]}")]
 
 
 def _refuse_missing_copy(
@@ -112,9 +112,9 @@ def _refuse_missing_copy(
     if weights == "params" and not state.params_stored:
         raise FastshardError.of(
             codes.MASTERS_NOT_CHECKABLE,
-            "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
+            "the checkpoint holds its parameters only as fp32 master weights (ZeRO stage 3)",
             severity="error",
-            help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds "
+            help="pass --weights masters (the default here) to use the master weights; --dtype bf16 rounds "
             "them",
         )
 
@@ -123,10 +123,10 @@ def _without_state(optimizer: bool, needed_by: str | None) -> str:
     """Return the help for a missing optimizer state, according to what requires the state."""
     add = "add the directory of the optimizer files as another CKPT"
     if needed_by is not None:
-        return f"{add}, or choose another format: --to {needed_by} holds an optimizer's state"
+        return f"{add}, or choose another format: --to {needed_by} needs the optimizer state"
     if optimizer:
         return f"leave out --optimizer, or {add}"
-    return "pass --weights params; only its parameters can be taken"
+    return "pass --weights params; the checkpoint has only its parameters"
 
 
 def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evidence | None:
@@ -162,20 +162,20 @@ def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | Non
         help_ = "pass --expect CONFIG (a config.json or the training config)"
     else:
         help_ = (
-            "pass --like with a good checkpoint of the model, --expect with a manifest, or --layout with a "
-            "table of your own"
+            "pass --like with a good checkpoint of the model, --expect with a manifest, or --layout with "
+            "your own table"
         )
-    unnoticed = "nothing outside the files states what must exist"
+    unnoticed = "nothing outside the files states which tensors must exist"
     if seen is not None:
         if is_indexed:
-            unnoticed = "the index alone states what must exist"
+            unnoticed = "only the index states which tensors must exist"
         if seen.alone:
             unnoticed += f"; {heuristics.unheld(seen)}"
     if why:
         unnoticed += f"; {why}"
     return Finding.of(
         codes.NOT_PROVABLE,
-        f"completeness is checked only in part: {unnoticed}",
+        f"completeness is only partly checked: {unnoticed}",
         unnoticed=unnoticed,
         help=help_,
     )
@@ -188,7 +188,7 @@ def asked_for(finding: Finding, request: Request) -> Finding:
     """
     if request.wants(finding.tensor or ""):
         return finding
-    return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
+    return finding.replace(message=f"left out, as requested: {finding.message}", severity="note", help=None)
 
 
 def beyond_config(finding: Finding, model: Description) -> Finding:
@@ -221,12 +221,13 @@ def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding
     return [
         Finding.of(
             codes.MISSING_TENSOR,
-            f"of {counted(len(apart), 'quantised weight')} a part is left out, as asked for",
+            f"parts of {counted(len(apart), 'quantised weight')} are left out, as requested",
             severity="warning",
             tensor=lacks,
             got=parts[apart[0]][0],
             count=len(apart),
-            help="pass patterns of whole modules, e.g. 'model.layers.0.*': codes and scales go together",
+            help="pass patterns that match complete modules, e.g. 'model.layers.0.*': codes and scales "
+            "belong together",
         )
     ]
 
@@ -243,17 +244,17 @@ def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> li
         return []
     how = f"quantised by {method}" if method else "stored in FP8"
     why = (
-        "their values are not computed here"
+        "fastshard cannot compute their values"
         if method
-        else "no scales lie next to them (NAME_scale_inv, NAME_scale)"
+        else "no scales are stored next to them (NAME_scale_inv, NAME_scale)"
     )
     name, kind = left[0]
     return [
         Finding.of(
             codes.UNSUPPORTED,
-            f"{counted(len(left), 'tensor')} of weights {how}, and {why}",
+            f"{counted(len(left), 'tensor')} of weights are {how}, and {why}",
             tensor=name,
-            expected=f"floats that can be cast to {dtype}",
+            expected=f"floating-point tensors that can be cast to {dtype}",
             got=kind,
             help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
         )

@@ -333,7 +333,7 @@ def _kept_note(draft: _Draft) -> list[Finding]:
     return [
         Finding.of(
             codes.IGNORED,
-            f"{counted(len(kept), 'tensor')} that the model computes with in float32 {keep}",
+            f"{counted(len(kept), 'tensor')} that the model uses in float32 {keep}",
             severity="note",
             tensor=name,
             expected=dtype,
@@ -356,10 +356,10 @@ def _refuse_codes(weights: Sequence[Weight], request: Request, *, is_adapted: bo
     what = "--adapter" if is_adapted else "--vocab-size"
     raise FastshardError.of(
         codes.UNSUPPORTED,
-        f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is "
-        "done to values, not to codes",
+        f"{what} needs values, but {counted(len(weights), 'weight')} of the model are codes "
+        f"({weights[0].form.name})",
         tensor=weights[0].codes,
-        help="give the weights their values",
+        help="dequantise the weights",
         run=["--dtype bf16"],
     )
 
@@ -387,11 +387,11 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     return {}, [
         Finding.of(
             codes.UNSUPPORTED,
-            "torchao keeps in the header of each file what its tensors are: their names, values and files "
-            "stay as they are",
+            "torchao describes its tensors in the header of each file: their names, values and files cannot "
+            "be changed",
             tensor=name,
-            help="merge it as it is, without options that change names, values or the form, or save the "
-            "model's values with torchao (dequantize) and convert these",
+            help="merge the checkpoint without options that change names, values or the format, or save the "
+            "model's values with torchao (dequantize) and convert those",
         )
     ]
 

@@ -57,7 +57,7 @@ def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False)
     def listing() -> ExpectedTensors:
         if not only_kept and (free := _available()) is not None and free < _NEEDED:
             raise FastshardError.of(
-                codes.UNSUPPORTED, "transformers was not asked: less than 1 GiB of memory is free"
+                codes.UNSUPPORTED, "transformers was not used: less than 1 GiB of memory is free"
             )
         return list_for(config, str(file or "config.json"), only_kept=only_kept)
 
@@ -120,7 +120,7 @@ def compare_with_list(
     model = opened.source.model
     tensors = merged.draft.full_tensors()
     if (changed := wrapped(tensors)) is not None:
-        return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
+        return [], f"{called} was not used: {changed[1]} has changed names ({changed[0]})"
     # With a dtype they are written as their values, under the names that these have.
     kept = () if merged.core_request.coded else opened.quantised.weights
     stored_as = {name: names for weight in kept for name, names in weight.stored_as}
@@ -157,7 +157,7 @@ def compare_with_list(
         return [], f"{called} has other names than the quantised model"
     if "auto_map" in (model.config or {}) and wrong:
         # The list is of another class that is called so.
-        return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
+        return [], f"{called} differs, and the checkpoint may need the model's own code (auto_map)"
     is_odd = has_others if wrong else not is_named_as_listed(listed, shapes, stored_as)
     # Where an error is known already, what is missing follows from it.
     if kept or partial or named or "auto_map" in (model.config or {}) or not is_odd:
@@ -261,7 +261,7 @@ def _misshapen(weights: Iterable[Weight], listed: ExpectedTensors, called: str) 
         if shape is not None and not weight.form.fits(weight.sizes, shape):
             yield Finding.of(
                 codes.SHAPE,
-                f"the codes are of a weight {list(weight.sizes.shape)}, and {called} has another one",
+                f"the codes encode a weight {list(weight.sizes.shape)}, and {called} has another shape",
                 tensor=weight.codes,
                 expected=f"codes of {list(shape)}",
                 got=str(list(weight.sizes.shape)),
@@ -332,9 +332,9 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], con
     odd = sorted(listed.only_in_memory & set(names)) or [name for name in names if not is_state(name)]
     return Finding.of(
         codes.FACT_UNKNOWN,
-        f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",
+        f"{len(odd)} tensors have the names that {called} has in memory; save_pretrained writes other names",
         tensor=odd[0] if odd else None,
-        help="write the names on disk, or merge, which keeps those in memory",
+        help="write the names on disk, or merge, which keeps the names in memory",
         run=[f"--like {shlex.quote(str(config or 'config.json'))}", "fastshard merge CKPT OUT"],
     )
 
@@ -350,7 +350,7 @@ def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
     by = listed_by(by_list)
     if by is None:
         return seen
-    says = f"the checkpoint's own layers say so, and {by} says that all is there"
+    says = f"the checkpoint's other layers show this, but according to {by} nothing is missing"
     return [
         f.replace(severity="warning", message=f"{f.message}; {says}") if f.severity == "error" else f
         for f in seen

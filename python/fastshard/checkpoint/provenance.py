@@ -53,7 +53,7 @@ def _part(excerpt: dict[str, Any], output: dict[str, Any], part: dict[str, Any])
 
 def _combined(combine: Any, sources: int) -> str:
     if isinstance(combine, dict):
-        return f"zeros, which all must be: {combine['zero']} is not known"
+        return f"zeros, as all must be: {combine['zero']} is not known"
     if sources == 1:
         return "copy"
     words = {"equal": "copy, bit-equal on all ranks", "mean": "mean in float32", "sum": "sum in float32"}

@@ -87,7 +87,7 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
         # Of what is no number the whole run tells too; here is what it does to the weight.
         yield Finding.of(
             codes.NON_FINITE,
-            f"{count:,} {role} of {weight.codes} are no factors (NaN, infinite or below zero)",
+            f"{count:,} {role} of {weight.codes} are invalid (NaN, infinite or negative)",
             tensor=name,
             expected="finite numbers above zero",
             got=first,
@@ -114,7 +114,7 @@ def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
 def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
     return Finding.of(
         codes.ZERO_SLAB,
-        f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost",
+        f"{count:,} {role} of {weight.codes} are zero where the codes are not, so those values are lost",
         severity="error",
         tensor=name,
         expected="numbers above zero",
@@ -168,7 +168,7 @@ def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]
         got = f"{outside:,} of another" if outside else "groups of other sizes"
         yield Finding.of(
             codes.CONFIG_DISAGREES,
-            f"the group indices of {weight.codes} are not those of {groups} groups",
+            f"the group indices of {weight.codes} do not match {groups} groups",
             tensor=name,
             expected=f"0 to {groups - 1}, each at most {size} times",
             got=got,

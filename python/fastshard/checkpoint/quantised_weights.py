@@ -41,8 +41,8 @@ _OF_ACTIVATIONS = compile_when_used(
 )
 _CUT = Finding.of(
     codes.UNSUPPORTED,
-    "a header of torchao has more text than is read, and nothing loads the result without it",
-    help="copy the files as they are, or save the model's values with torchao (dequantize)",
+    "a header of torchao is larger than fastshard reads, and the result cannot be loaded without it",
+    help="copy the files unchanged, or save the model's values with torchao (dequantize)",
 )
 #: The form of fp8 weights that no config describes.
 _UNSAID = QuantisationConfig("fp8", {}, "")

@@ -142,7 +142,7 @@ def as_referenced(
         return _by_config_of(opened, reference, side, core_request) or (source, None, "")
     note = Finding.of(
         codes.IGNORED,
-        f"names are written as the reference {reference.path} has them: {way}",
+        f"names are written as in the reference {reference.path}: {way}",
         severity="note",
     )
     return source.as_called(way.names, note), None, str(way)

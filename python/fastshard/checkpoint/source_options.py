@@ -29,7 +29,7 @@ def of(given: OpenOptions, reference: Reference | None) -> Options:
     if reference is not None and reference.roster is None:
         if config is not None:
             raise FastshardError.of(
-                codes.USAGE, "both --config (or --expect) and --like give a config", help="pass it once"
+                codes.USAGE, "both --config (or --expect) and --like pass a config", help="pass it once"
             )
         config, path = reference.config, str(reference.config_file)
     step, prefix, layout = given.get("step"), given.get("prefix"), given.get("layout")

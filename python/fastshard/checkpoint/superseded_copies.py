@@ -43,12 +43,12 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.OVERLAP,
-                f"{counted(len(differing), 'tensor')} of this file lie in {other} too, with other values: "
+                f"{counted(len(differing), 'tensor')} of this file are also in {other}, with other values: "
                 "the index names this file"
                 + (
-                    ", whose copy is taken"
+                    ", whose copy is used"
                     if is_loaded
-                    else ", and transformers keeps the copy in the other one"
+                    else ", and transformers loads the copy in the other one"
                 ),
                 severity="warning" if is_loaded else "error",
                 file=holder,
@@ -56,7 +56,7 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
                 count=len(differing),
                 expected="one copy of each tensor in the files of an index",
                 got=f"copies in {holder} and {other}",
-                help="write the checkpoint anew: the result has the copies that the index names",
+                help="write the checkpoint again: the result has the copies that the index names",
                 run=[] if writes else ["fastshard merge CKPT OUT"],
             )
         )

@@ -114,7 +114,7 @@ def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
         codes.HOLE,
         "the tensor is incomplete",
         tensor=name,
-        help="repair the checkpoint: its findings say what is missing",
+        help="repair the checkpoint: its findings state what is missing",
     )
     return IncompleteError([incomplete, *(own or errors)])
 

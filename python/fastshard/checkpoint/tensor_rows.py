@@ -132,8 +132,8 @@ def matching(
     if not found and (globs or kinds or layers or larger_than is not None):
         raise FastshardError.of(
             codes.USAGE,
-            "no tensor is left by these filters",
-            help="see what there is",
+            "no tensor matches these filters",
+            help="list the tensors",
             run=["fastshard ls CKPT --by layer"],
         )
     return found
@@ -148,9 +148,7 @@ def _dtype(word: str) -> str:
     names = {torch: name for name, torch in TORCH_NAMES.items()} | {name: name for name in TORCH_NAMES}
     found = names.get(word.upper()) or names.get(word.lower().removeprefix("torch."))
     if found is None:
-        raise FastshardError.of(
-            codes.USAGE, f"--dtype: no dtype is called {word}{meant(word.lower(), names)}"
-        )
+        raise FastshardError.of(codes.USAGE, f"--dtype: there is no dtype {word}{meant(word.lower(), names)}")
     return found
 
 
@@ -158,6 +156,6 @@ def _nothing_matches(globs: Sequence[str], names: list[str]) -> FastshardError:
     near = nearest(globs[-1], names)
     return FastshardError.of(
         codes.USAGE,
-        f"no tensor matches {', '.join(globs)}, and no file is called that",
+        f"no tensor matches {', '.join(globs)}, and no file has that name",
         help=f"did you mean {near}?" if near else "write shell patterns for full names, e.g. '*norm*'",
     )

@@ -55,15 +55,15 @@ def find_differing_ties(
             findings.append(
                 Finding.of(
                     codes.TIED_DIFFER,
-                    f"{called} ties {other} to {stored[0]}, and the stored tensors differ: a loader ignores "
+                    f"{called} ties {other} to {stored[0]}, but the stored tensors differ: a loader ignores "
                     f"{other}",
                     severity="error" if is_stated else "warning",
                     tensor=other,
-                    expected=f"the values of {stored[0]}, as tie_word_embeddings "
-                    f"{'true' if is_stated else 'by default'} says",
+                    expected=f"the values of {stored[0]}, because tie_word_embeddings is "
+                    f"{'true' if is_stated else 'true by default'}",
                     got="other values",
-                    help="set tie_word_embeddings to false in config.json if the model was trained with "
-                    "both, or restore the right tensor",
+                    help="if the model was trained with both, set tie_word_embeddings to false in "
+                    "config.json; else restore the file with the correct tensor",
                 )
             )
     return findings
@@ -99,11 +99,11 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
     head, embedding = heads[0], embeddings[0]
     if is_tied:
         message = (
-            f"the config ties {head} to {embedding}, and the stored tensors differ: a loader ignores {head}"
+            f"the config ties {head} to {embedding}, but the stored tensors differ: a loader ignores {head}"
         )
     else:
         message = (
-            f"{head} differs from {embedding}, and the config does not say whether they are tied: loaders "
+            f"{head} differs from {embedding}, and the config does not state whether they are tied: loaders "
             f"that tie them by default ignore {head}"
         )
     return [
@@ -112,11 +112,11 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
             message,
             severity="error" if is_tied else "warning",
             tensor=head,
-            expected=f"the values of {embedding}, as tie_word_embeddings true says"
+            expected=f"the values of {embedding}, as tie_word_embeddings true states"
             if is_tied
             else "tie_word_embeddings in config.json",
             got="other values" if is_tied else "no such key",
-            help="set tie_word_embeddings to false in config.json if the model was trained with both, or "
-            "restore the right tensor",
+            help="if the model was trained with both, set tie_word_embeddings to false in config.json; else "
+            "restore the file with the correct tensor",
         )
     ]

@@ -373,7 +373,7 @@ def _refuse_loss(
         return
     if check_loss is None:
         raise FastshardError.of(
-            codes.USAGE, "--expect-loss without a text", help="name the text", run=["--check-loss FILE"]
+            codes.USAGE, "--expect-loss needs a text", help="name the text", run=["--check-loss FILE"]
         )
     if to != "hf" or rank is not None:
         raise FastshardError.of(
@@ -412,9 +412,9 @@ def _part_before(checkpoint: Checkpoint) -> Finding:
     """
     return Finding.of(
         codes.PART,
-        "the checkpoint was made of a part of another one, by its own manifest",
+        "according to its own manifest, the checkpoint was made from a part of another one",
         file=f"{checkpoint.roots[0]}/{MANIFEST_NAME}",
-        help="merge the checkpoint that it is a part of; to take the part as it is, accept it",
+        help="merge the checkpoint that the part is from; to convert only the part, accept it",
         run=["--accept part"],
     )
 
@@ -519,7 +519,7 @@ def _done(
 
 def _complete(document: dict[str, Any], out: StrPath) -> Manifest:
     finding = Finding.of(
-        codes.PUBLISHED, "the result is complete here already: there is nothing left to do", file=str(out)
+        codes.PUBLISHED, "the result is already complete; nothing is left to do", file=str(out)
     )
     return Manifest(document, [finding])
 

@@ -82,29 +82,33 @@ def find_destination_scheme(
     elif uploading.get("hf_branch") is not None or uploading.get("hf_pr"):
         raise FastshardError.of(
             codes.USAGE,
-            "--hf-branch and --hf-pr are for a destination on the hub",
+            "--hf-branch and --hf-pr need a destination on the hub",
             file=os.fspath(out),
             expected="hf://ORG/NAME",
-            help="leave them out, or write hf://ORG/NAME as OUT",
+            help="leave them out, or pass hf://ORG/NAME as OUT",
         )
     if scheme is None:
         return None
     is_hub = scheme == "hf"
     refused = [
-        ("--resume", is_hub and request.resume, "leave it out: a result on the hub is one commit, or none"),
+        (
+            "--resume",
+            is_hub and request.resume,
+            "leave it out: a result on the hub is a single commit, or nothing",
+        ),
         (
             "--overwrite",
             request.overwrite and not is_hub,
             "choose another prefix",
         ),
         ("--rank and --node-local", is_shared, "write with one process, or to a shared file system"),
-        ("--sparse", request.sparse, "leave it out: an object has no holes"),
+        ("--sparse", request.sparse, "leave it out: objects cannot have holes"),
     ]
     for option, is_given, help_ in refused:
         if is_given:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"a destination in a store is written without {option}",
+                f"{option} cannot be used with a destination in a store",
                 file=os.fspath(out),
                 help=help_,
             )
@@ -258,9 +262,9 @@ def _refuse_inside(address: str, job: Job) -> None:
         if f"{address}/".startswith(f"{source}/") or f"{source}/".startswith(f"{address}/"):
             raise FastshardError.of(
                 codes.OUT_INSIDE_SOURCE,
-                "the destination and the source lie in one another",
+                "the destination and the source overlap",
                 file=address,
-                expected=f"a prefix apart from {source}",
+                expected=f"a prefix outside {source}",
                 help="choose another destination",
             )
 
@@ -284,7 +288,7 @@ def _end_failed(error: BaseException, prefix: ResultPrefix, address: str) -> Non
                         f"the store has {len(complete)} complete files of this run, and its claim",
                         severity="warning",
                         file=address,
-                        help="continue the run, or remove what it has left",
+                        help="continue the run, or remove what it left behind",
                         run=["--resume", clean],
                     )
                 ],

@@ -144,12 +144,14 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m fastshard.examples",
-        description="Writes a small checkpoint with random weights to try fastshard on.",
+        description="Writes a small checkpoint with random weights for trying out fastshard.",
         allow_abbrev=False,
     )
     parser.add_argument("model", choices=sorted(CONFIGS))
     parser.add_argument("out", metavar="OUT", help="a new or an empty directory")
-    parser.add_argument("--to", choices=list(TARGETS), default="hf", help="in whose form (default: hf)")
+    parser.add_argument(
+        "--to", choices=list(TARGETS), default="hf", help="format of the checkpoint (default: hf)"
+    )
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages")
     a = parser.parse_args()

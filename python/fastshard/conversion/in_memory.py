@@ -65,15 +65,17 @@ class View(PlannedView):
         if self._verified:
             return []
         done = self.plan.summary["compared"]
-        unread = ["that no file or block is a copy of another one (FS303): only all files together show that"]
+        unread = [
+            "whether a file or block is a copy of another one (FS303): only all files together show that"
+        ]
         if done["checksums"]:
             unread.append(f"the checksums of {done['checksums']} members of the source's archives (FS301)")
         if done["twins"]:
-            unread.append(f"that {done['twins']} parameters are the rounded master weights (FS401)")
+            unread.append(f"whether {done['twins']} parameters are the rounded master weights (FS401)")
         if done["pads"]:
-            unread.append(f"that the rows cut off {done['pads']} tensors are padding")
+            unread.append(f"whether the rows cut off {done['pads']} tensors are padding")
         if (self._expected.manifest or beside(self.checkpoint)) is not None:
-            unread.append("that the contents match the manifest")
+            unread.append("whether the contents match the manifest")
         return unread
 
     @memory_budget.kept

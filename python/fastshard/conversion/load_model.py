@@ -68,7 +68,7 @@ def load_model(
     given = view.config
     if given is None:
         raise FastshardError.of(
-            codes.FACT_UNKNOWN, "no config.json says which model it is", help="pass it with config="
+            codes.FACT_UNKNOWN, "no config.json states which model it is", help="pass the config with config="
         )
     kind = _class(transformers, given)
     _tell_of_rounding(view)
@@ -107,8 +107,8 @@ def open_view(paths: tuple[Any, ...], options: Any) -> View:
         if options or paths[0].plan.target != "hf":
             raise FastshardError.of(
                 codes.USAGE,
-                "a view is as it was opened",
-                expected='one that was opened with to="hf", and no options',
+                "the options of a view are fixed when it is opened",
+                expected='a view opened with to="hf", and no options',
             )
         return paths[0]
     return open_checkpoint(*paths, to="hf", **options)
@@ -125,8 +125,8 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"transformers {transformers.__version__} has no model of this class",
-            expected="a class of transformers; code that lies beside a checkpoint is not run",
+            f"transformers {transformers.__version__} has no model class of this name",
+            expected="a class of transformers; code next to a checkpoint is never run",
             got=", ".join(map(str, names)) or "no architectures in config.json",
             help='load the tensors into the model yourself: fastshard.open(..., to="hf").torch()',
         )
@@ -140,9 +140,9 @@ def _tell_of_rounding(view: View) -> None:
     wider = [name for name, tensor in view.items() if sizes.get(tensor.dtype, 0) > main]
     if wider:
         warnings.warn(
-            f"{len(wider)} tensors ({wider[0]}, ...) are stored wider than {view.plan.main_dtype} and are "
-            "rounded to it; "
-            'fastshard.open(..., to="hf").torch() has them as they are',
+            f"{len(wider)} tensors ({wider[0]}, ...) are stored with a wider dtype than "
+            f'{view.plan.main_dtype} and are rounded to it; fastshard.open(..., to="hf").torch() keeps them '
+            "unchanged",
             stacklevel=3,
         )
 
@@ -157,14 +157,14 @@ def _judge(info: dict[str, Any]) -> None:
         (
             "missing_keys",
             codes.MISSING_TENSOR,
-            "the model needs this tensor, the checkpoint does not hold it",
+            "the model needs this tensor, and the checkpoint lacks it",
         ),
-        ("unexpected_keys", codes.UNEXPECTED_FILE, "the model has no place for this tensor"),
-        ("mismatched_keys", codes.SHAPE, "the model has this tensor in another shape"),
-        ("error_msgs", codes.UNSUPPORTED, "transformers could not load it"),
+        ("unexpected_keys", codes.UNEXPECTED_FILE, "the model has no such tensor"),
+        ("mismatched_keys", codes.SHAPE, "the model has another shape for this tensor"),
+        ("error_msgs", codes.UNSUPPORTED, "transformers could not load the tensor"),
     ):
         found = sorted(str(name) for name in info.get(key) or ())
         if found:
             raise FastshardError.of(
-                code, f"{message}; so with {len(found)} in all", tensor=found[0], severity="error"
+                code, f"{message}; this affects {len(found)} tensors", tensor=found[0], severity="error"
             )

@@ -33,11 +33,11 @@ _TRACKERS = ("latest_universal", "latest")
 #: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 _LOADING = """\
 how to load the parameters for a finetune (DeepSpeed, bf16):
-  0.10.2 to 0.12.6    load_optimizer_states=False leaves the master weights as they were initialised, and the
-                      first step overwrites the weights with them: load a repaired checkpoint as usual instead
+  0.10.2 to 0.12.6    load_optimizer_states=False keeps the initial master weights, and the first step overwrites
+                      the weights with them: load a repaired checkpoint as usual instead
   0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
   2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
-  any version         a repaired checkpoint loads as usual, with its optimizer starting afresh"""
+  any version         a repaired checkpoint loads as usual, and its optimizer starts afresh"""
 #: source: megatron/training/checkpointing.py (load_checkpoint), core 0.16
 _LOADING_MEGATRON = """\
 how to load the parameters for a finetune (Megatron-LM):
@@ -97,13 +97,13 @@ def master_weights(
     if optimizer.params_stored:
         findings += plan.findings()
         if not outputs and not any(f.severity == "error" for f in findings):
-            why = "not checkable: no master could be compared"
+            why = "not checkable: no master weight could be compared"
             findings.append(Finding.of(codes.MASTERS_NOT_CHECKABLE, why, severity="error"))
     else:
         findings.append(
             Finding.of(
                 codes.MASTERS_NOT_CHECKABLE,
-                "not checkable: ZeRO-3 stores the parameters as fp32 master weights only",
+                "not checkable: ZeRO-3 stores the parameters only as fp32 master weights",
                 severity="error",
                 help="compare a 16-bit copy of this step, if there is one, with `fastshard diff`",
             )
@@ -138,7 +138,7 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
             "the checkpoint holds no fp32 master weights",
             severity="error",
             file=os.fspath(checkpoint.roots[0]),
-            help="name the directory that holds the optimizer files, or several node-local ones",
+            help="name the directory that holds the optimizer files, or several node-local directories",
         )
     return declared
 
@@ -195,15 +195,15 @@ def repair_master_weights(
     if not optimizer.params_stored:
         raise FastshardError.of(
             codes.MASTERS_NOT_CHECKABLE,
-            "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 master weights only",
+            "there are no parameters to rebuild from: ZeRO stage 3 stores them only as fp32 master weights",
             severity="error",
         )
     if declared.framework.startswith("Megatron"):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "master weights of Megatron-LM are not rebuilt in its own files",
-            help="load it with --no-load-optim, which makes them of the parameters; --weights params "
-            "converts these",
+            "fastshard does not rebuild master weights in Megatron-LM's own files",
+            help="load the checkpoint with --no-load-optim, which makes them from the parameters; --weights "
+            "params converts the parameters",
         )
     opened, gate = checkpoint.opened.findings, checkpoint.opened.gate
     if drop_optimizer:
@@ -292,9 +292,9 @@ def _files(
                 left.append(
                     Finding.of(
                         codes.UNEXPECTED_FILE,
-                        "left behind: a name that is not UTF-8",
+                        "file not copied: its name is not UTF-8",
                         file=os.fsencode(other.path).decode(errors="backslashreplace"),
-                        help="rename it, or copy it yourself, if it is needed",
+                        help="rename the file, or copy it yourself if you need it",
                     )
                 )
                 continue

@@ -49,7 +49,9 @@ def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Check
     if to is None:
         if converting := [name for name in given if name not in table(OpenOptions)]:
             raise FastshardError.of(
-                codes.USAGE, f"{', '.join(converting)}: without to", help='name the target, e.g. to="hf"'
+                codes.USAGE,
+                f"{', '.join(converting)}: these options need to=",
+                help='name the target, e.g. to="hf"',
             )
         return opened(*paths, **given)
     already = len(paths) == 1 and isinstance(paths[0], Checkpoint)

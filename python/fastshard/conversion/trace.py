@@ -144,7 +144,7 @@ def _explain_unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     if own:
         return FastshardError.of(
             codes.USAGE,
-            f"that is the source's own name, which the result ({plan.target}) does not have",
+            f"this is the source's own name, and the result ({plan.target}) has no tensor of that name",
             tensor=name,
             help="leave out --to, or pass a name of the result; `fastshard plan --to TARGET -v` lists them",
         )

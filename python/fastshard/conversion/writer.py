@@ -158,7 +158,7 @@ class Writer:
                 [
                     Finding.of(
                         codes.MISSING_TENSOR,
-                        "expected, but never written",
+                        "the tensor is expected, but was never written",
                         tensor=name,
                         help=f"write it before the block ends; {UNPUBLISHED}",
                     )
@@ -220,9 +220,9 @@ class Writer:
         if self._like is None:
             return None
         return (
-            "the config.json of the expected checkpoint goes along and states the old size: pass "
-            "expected={**CHECKPOINT, NAME: SHAPE} "
-            "with the new one, and config= with a config of the new size"
+            "the config.json of the expected checkpoint is copied and states the old size: pass "
+            "expected={**CHECKPOINT, NAME: SHAPE} with the new one, and config= with a config of the new "
+            "size"
         )
 
     def _abandon(self) -> list[Finding]:
@@ -338,7 +338,7 @@ def _raw_torch(name: str, tensor: Any) -> tuple[str, tuple[int, ...], Bytes]:
         raise FastshardError.of(codes.UNSUPPORTED, f"dtype {tensor.dtype}", tensor=name)
     if hasattr(tensor, "full_tensor"):
         raise FastshardError.of(
-            codes.UNSUPPORTED, "a DTensor", tensor=name, help="write what .full_tensor() gives"
+            codes.UNSUPPORTED, "a DTensor", tensor=name, help="write the result of .full_tensor()"
         )
     if tensor.is_meta or tensor.layout != torch.strided:
         kind = "a tensor on the meta device" if tensor.is_meta else f"layout {tensor.layout}"

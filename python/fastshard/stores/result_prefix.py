@@ -369,7 +369,7 @@ class ResultPrefix:
                 f"{'an interrupted run of this plan' if is_same else 'another run'} has claimed the "
                 f"destination ({process})",
                 file=self.address,
-                help="continue it, or remove what it has left"
+                help="continue it, or remove what it left behind"
                 if is_same
                 else "wait until it has ended, then clean the destination",
                 run=[*(["--resume"] if is_same else []), clean],

@@ -73,7 +73,7 @@ EXPECTED = Verb(
         Lists the tensors that a config.json requires, according to the installed transformers: names,
         shapes and dtypes as save_pretrained writes them. A separate process builds the class that the
         config names, without weights. That process has no network, no tokens and none of the checkpoint's
-        code. --like accepts the list or the config itself. The user's cache directory keeps lists.""",
+        code. --like accepts the list or the config itself. Lists are cached for each user.""",
     arguments=_arguments,
     run=_run,
     often=("--output",),

@@ -66,7 +66,10 @@ def copy_local(
     """
     if not isinstance(source, (str, os.PathLike)):
         raise FastshardError.of(
-            codes.USAGE, "a piece describes one directory", got=repr(source), help="make a piece of each"
+            codes.USAGE,
+            "a host part is made from one directory",
+            got=repr(source),
+            help="make one host part of each directory",
         )
     gate = Gate.of(opening.get("fail_on"), opening.get("error", ()), opening.get("ignore", ()))
     try:
@@ -154,9 +157,10 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
     findings = [
         Finding.of(
             codes.BAD_MANIFEST,
-            "this part has no manifest, and others have: nothing says what its host has read",
+            "this host part has no manifest, but others have one: nothing states what its host read",
             file=str(root),
-            help="copy it from the host that made the part, or make the part again (`fastshard copy-local`)",
+            help="copy the manifest from the host that made the part, or make the part again (`fastshard "
+            "copy-local`)",
         )
         for index, root in enumerate(checkpoint.listing.roots)
         if manifests and index not in manifests
@@ -175,10 +179,10 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
         own += [
             Finding.of(
                 codes.UNEXPECTED_FILE,
-                "the manifest of this piece does not name this file",
+                "the manifest of this host part does not name this file",
                 severity="error",
                 file=file.path,
-                help="make the piece again on its host, or remove it",
+                help="make the part again on its host, or remove the file",
             )
             for file in checkpoint.listing.files
             if file.root == index and file.path not in named and file.path != MANIFEST_NAME

@@ -81,7 +81,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
         if not same and not (launcher.mark and launcher.mark in environ):
             raise FastshardError.of(
                 codes.USAGE,
-                "two launchers say different things",
+                "two launchers state different ranks",
                 expected=_shown(launcher, environ),
                 got=_shown(other, environ),
                 help="pass --rank and --world, or unset the variables of the other launcher",
@@ -93,7 +93,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
     if size is not None and world is not None and size != world:
         raise FastshardError.of(
             codes.USAGE,
-            "the number of processes is stated twice",
+            "the number of processes is given twice",
             expected=f"--world {world}",
             got=_shown(launcher, environ),
             help="leave out --world where the launcher states it",
@@ -157,10 +157,10 @@ def _none(environ: Mapping[str, str]) -> FastshardError:
     array = "SLURM_ARRAY_TASK_ID" in environ
     why = None
     if array:
-        why = "tasks of a Slurm array need not run at the same time"
+        why = "tasks of a Slurm array do not have to run at the same time"
         what = "use `fastshard split --parts N --emit slurm`"
     elif batch:
-        why = "in a batch script one process runs, however many tasks were asked for"
+        why = "a batch script runs as one process, no matter how many tasks it requests"
         what = "start it with srun"
     else:
         what = "start it with torchrun, srun or mpirun, or pass --rank and --world"

@@ -71,7 +71,7 @@ class SharedSource:
         each = ", ".join(f"rank {rank}: {bytes_by_rank[rank]}" for rank in sorted(bytes_by_rank))
         return Finding.of(
             SHARED_BYTES,
-            "bytes of the sources went from host to host by way of the destination",
+            "source data was sent from host to host through the destination",
             got=f"{sum(bytes_by_rank.values())} bytes ({each})",
         )
 
@@ -92,8 +92,8 @@ def _paths(source: Any) -> list[Path]:
     if not isinstance(paths, (list, tuple)):
         raise FastshardError.of(
             codes.USAGE,
-            "node_local takes paths",
-            help="pass the paths of what this host has of the checkpoint",
+            "node_local needs paths",
+            help="pass the paths of the checkpoint files on this host",
         )
     return [Path(path).absolute() for path in paths]
 
@@ -128,8 +128,9 @@ def share_files(
     if meeting is None:
         raise FastshardError.of(
             codes.USAGE,
-            "sources on the disks of several hosts, and one process",
-            help="pass --rank I --world N on each host; one process that sees all parts names each as a CKPT",
+            "node_local with one process: the source is on the disks of several hosts",
+            help="pass --rank I --world N on each host; if one process sees all parts, name each of them as "
+            "a CKPT",
         )
     listing = own_files(source)
     roots = [

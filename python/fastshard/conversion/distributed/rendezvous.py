@@ -36,7 +36,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
     if rank is None:
         if world is not None:
             raise FastshardError.of(
-                codes.USAGE, "world is given without rank", help="pass --rank too, a number or auto"
+                codes.USAGE, "world is passed without rank", help="pass --rank too, a number or auto"
             )
         return None
     if rank == "auto":
@@ -45,7 +45,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
         raise refused("rank", "an integer, or 'auto'", rank)
     if world is None:
         raise FastshardError.of(
-            codes.USAGE, "rank is given without world", help="pass the number of ranks with --world"
+            codes.USAGE, "rank is passed without world", help="pass the number of ranks with --world"
         )
     if not 0 <= rank < world:
         raise FastshardError.of(
@@ -203,7 +203,9 @@ def check_storage(
     this = rank_of(rank, world)
     if this is None:
         raise FastshardError.of(
-            codes.USAGE, "one process alone shares with nobody", help="pass rank and world"
+            codes.USAGE,
+            "a single process has no other host to exchange files with",
+            help="pass rank and world",
         )
     with Meeting(out, this, seconds(timeout), {"probe": True}) as meeting:
         return [SeenRank(r["rank"], r["host"], r["pid"], r["storage"]) for r in meeting.ranks()]

@@ -86,8 +86,8 @@ def split(
         # The options are kept in a file that all processes read.
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "storage_options with several processes",
-            help="set the environment of each process",
+            "storage_options cannot be used with several processes",
+            help="set the environment of each process instead",
         )
     if isinstance(source, (str, os.PathLike)):
         source = [source]
@@ -162,7 +162,7 @@ def _kept(name: str, value: Any) -> Any:
 
 def _found(out: StrPath, run: str) -> dict[str, Any]:
     if not isinstance(run, str) or not run:
-        raise refused("run", "the id that was printed when it was begun", run)
+        raise refused("run", "the id that was printed when the run was split", run)
     try:
         found = _core.shared_run(os.fspath(out), run)
     except _core.CoreError as error:
@@ -170,7 +170,7 @@ def _found(out: StrPath, run: str) -> dict[str, Any]:
     if not isinstance(found["about"], dict) or "source" not in found["about"]:
         raise FastshardError.of(
             codes.USAGE,
-            "this run was begun by ranks, not for parts",
+            "this run was started with ranks, not with parts",
             file=found["folder"],
             help="run the ranks again",
             run=["--resume"],

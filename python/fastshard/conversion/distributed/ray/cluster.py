@@ -70,7 +70,7 @@ def library() -> Any:
         "ray",
         "ray.exceptions",
         "ray.util.scheduling_strategies",
-        purpose="tasks on a cluster are run by Ray",
+        purpose="running tasks on a cluster",
         extra="ray",
     )
 
@@ -98,7 +98,7 @@ def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
                 codes.USAGE,
                 f"Ray cannot be reached: {line_of(error)}",
                 got=repr(address),
-                help="pass the address of a cluster that this host is part of, 'auto' on one of its nodes, "
+                help="pass the address of a cluster that this host is part of: 'auto' on one of its nodes, "
                 "or 'local'",
             ) from None
         yield ray
@@ -162,7 +162,7 @@ def nodes_for(ray: Any, cpus: int | None) -> list[Node]:
     if not fitting:
         largest = f"the largest node has {nodes[0].cpus:g}" if nodes else "no node has any"
         raise FastshardError.of(
-            codes.USAGE, "cpus", expected=f"a node with {cpus or 1} CPUs or more", got=largest
+            codes.USAGE, "cpus", expected=f"a node with at least {cpus or 1} CPUs", got=largest
         )
     return fitting
 

@@ -93,8 +93,8 @@ def convert(
     if node_local and parts is not None:
         raise FastshardError.of(
             codes.USAGE,
-            "parts, and sources on the nodes' own disks",
-            help="leave out --parts; each node makes the part that it holds",
+            "--parts cannot be used with sources on the nodes' local disks",
+            help="leave out --parts; each node makes the part on its disk",
         )
     with connected(address, cpus) as ray:
         nodes = nodes_for(ray, cpus)
@@ -147,9 +147,9 @@ def _refuse(
         raise FastshardError.of(
             codes.USAGE,
             "source",
-            expected="paths, which each node opens",
+            expected="paths that each node can open",
             got="an opened checkpoint",
-            help="pass it the path and the options of the checkpoint",
+            help="pass the path and the options of the checkpoint",
         )
     if address is not None and (not isinstance(address, str) or not address):
         raise refused("address", "'local', 'auto' or HOST:PORT", address)
@@ -159,7 +159,7 @@ def _refuse(
             "address",
             expected="'local', 'auto' or HOST:PORT, on a host of the cluster",
             got=repr(address),
-            help="submit it as a job: ray job submit -- fastshard ... --ray auto",
+            help="submit the command as a job: ray job submit -- fastshard ... --ray auto",
         )
     for name, number, least in (("parts", parts, 1), ("cpus", cpus, 1), ("retries", retries, 0)):
         if number is None and name != "retries":
@@ -168,5 +168,8 @@ def _refuse(
             raise refused(name, f"an integer, {least} or more", number)
     if not fsync:
         raise FastshardError.of(
-            codes.USAGE, "what several processes write is brought to disk", expected="fsync=True", got="False"
+            codes.USAGE,
+            "several processes always flush their output to disk",
+            expected="fsync=True",
+            got="False",
         )

@@ -92,7 +92,7 @@ def on_own_disks(
     finally:
         if board is not None:
             ray.kill(board)
-    raise AssertionError("a run ends with a result, or with what keeps it from being made")
+    raise AssertionError("a run ends with a result or with an error")
 
 
 def _once(
@@ -173,10 +173,10 @@ def _once(
 def _dead(rank: int, node: Node, why: str) -> Finding:
     return Finding.of(
         codes.PART_MISSING,
-        f"a rank has died: {why}",
+        f"a rank died: {why}",
         rank=f"rank {rank}",
         host=str(node),
-        help="continue the run once this node is there, or bring the files of its disk elsewhere "
-        f"(`fastshard verify` of the other parts names them); {UNPUBLISHED}",
+        help="continue the run once this node is back, or copy the files of its disk elsewhere (`fastshard "
+        f"verify` of the other parts names them); {UNPUBLISHED}",
         run=["--resume"],
     )

@@ -36,7 +36,7 @@ def look(path: str, token: str, answer: str) -> dict[str, Any]:
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
         if safe_files.read_bytes(Path(path), 64, code=codes.NOT_SHARED, may_change=True) != token.encode():
-            return {**about, "error": "another file is there"}
+            return {**about, "error": "it has another file"}
         (Path(path).parent / answer).write_text(answer)
     except (OSError, FastshardError) as error:
         return {**about, "error": getattr(error, "strerror", None) or line_of(error)}
@@ -128,7 +128,7 @@ def _answers(ray: Any, requests: dict[Node, Any]) -> dict[Node, Any]:
     for ref in waiting:
         ray.cancel(ref, force=True)
         if all(_sees(about) for about in replies.values()):
-            replies[nodes[ref]] = TimeoutError(f"it did not answer within {_START:g} s")
+            replies[nodes[ref]] = TimeoutError(f"the node did not answer within {_START:g} s")
     gone = [node for node, about in replies.items() if isinstance(about, Exception) and node.id not in alive]
     return {node: about for node, about in replies.items() if node not in gone}
 
@@ -143,17 +143,16 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
         return [
             Finding.of(
                 codes.NOT_SHARED,
-                f"this node could not be asked whether it sees the destination: {describe_error(about)}",
+                f"this node did not report whether it sees the destination: {describe_error(about)}",
                 file=str(file.parent),
                 host=str(node),
-                help="install fastshard there, in the version that is here, and see what Ray's logs say of "
-                "that node",
+                help="install the fastshard version of this host there, and check Ray's logs of that node",
             )
         ]
     host = called(about["host"], node.id)
     found = []
     if about["version"] != _core.__version__:
-        help_ = "install one version on all nodes"
+        help_ = "install the same version on all nodes"
         found.append(
             Finding.of(
                 codes.RANKS_DIFFER,
@@ -164,7 +163,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
                 help=help_,
             )
         )
-    what = f"this node does not see files that are written next to the destination ({about['error']})"
+    what = f"this node does not see files written next to the destination ({about['error']})"
     if about["error"] is None:
         try:
             if (
@@ -172,9 +171,9 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
                 == answer.encode()
             ):
                 return found
-            what = "what this node writes next to the destination is something else here"
+            what = "files that this node writes next to the destination have other contents here"
         except (OSError, FastshardError):
-            what = "what this node writes next to the destination is not seen here"
+            what = "files that this node writes next to the destination are not visible here"
     here = f"the storage of {socket.gethostname()} ({_core.storage_of(str(file))})"
     found.append(
         Finding.of(
@@ -184,8 +183,8 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
             host=host,
             expected=here,
             got=about["storage"],
-            help="mount the shared storage at this path, or choose a destination on it; this host may have a "
-            "separate disk there, and nothing of the run was made",
+            help="mount the shared storage at this path, or choose a destination on it; this host may have "
+            "a separate disk there. The run wrote nothing",
         )
     )
     return found
