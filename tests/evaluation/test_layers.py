@@ -314,7 +314,9 @@ def test_what_the_tokens_do_not_reach_is_not_checked(tmp_path: Path) -> None:
     tokens = TOKENS[:, :4] % 31
     assert 31 not in tokens
     ran = cli("layers", trained(), other, "--tokens", write_tokens(tmp_path, tokens), json_output=False)
-    assert ran.code == 0 and "not checked: whether weights that these tokens do not reach" in ran.err + ran.out
+    assert (
+        ran.code == 0 and "not checked: whether weights that these tokens do not reach" in ran.err + ran.out
+    )
 
 
 def write_tokens(folder: Path, tokens: torch.Tensor) -> Path:

@@ -231,7 +231,7 @@ def refused(config: dict[str, Any], folder: Path, **limits: Any) -> fastshard.Fi
     ("config", "told"),
     [
         ({"model_type": "nobody_knows"}, "does not know this model: model_type 'nobody_knows'"),
-        ({"model_type": "llama", "architectures": ["Theirs"], "auto_map": {}}, "which is never executed"),
+        ({"model_type": "llama", "architectures": ["Theirs"], "auto_map": {}}, "and fastshard never runs it"),
         ({"architectures": ["LlamaForCausalLM"]}, "has no model_type"),
         ({"model_type": "llama", "num_hidden_layers": "many"}, "cannot build this model"),
     ],
@@ -256,7 +256,7 @@ def test_a_worker_that_takes_too_long_or_too_much_is_ended(tmp_path: Path) -> No
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     assert "it takes longer than 0.1 s" in str(refused(config, tmp_path / "a", timeout=0.01))
     # An import of torch takes more than a second of a processor.
-    assert "it takes more than 1 s of processor time" in str(refused(config, tmp_path / "a", timeout=1))
+    assert "it takes more than 1 s of CPU time" in str(refused(config, tmp_path / "a", timeout=1))
     assert refused(config, tmp_path / "a", memory=32 << 20).code == "FS514"
     assert fastshard.expected_tensors(tmp_path / "a", timeout=float("inf")).tensors
 

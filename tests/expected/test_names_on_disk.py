@@ -257,7 +257,7 @@ FORMLESS: dict[str, tuple[dict[str, list[int]], dict[str, tuple[list[int], list[
         {name: ([6, 4], [Part("w", 0, (0, 0), (((6, 4),), ((4, 1),)))]) for name in "xy"},
     ),
     "beyond its end": ({"w": [2, 4]}, {"x": ([3, 4], [Part("w", 0, (0, 0), (((3, 4),), ((4, 1),)))])}),
-    "not of the model": ({"w": [4]}, {"x": ([4], [Part("v", 0, (0,), (((4, 1),),))])}),
+    "not from the model": ({"w": [4]}, {"x": ([4], [Part("v", 0, (0,), (((4, 1),),))])}),
     "overlapping": (
         {"v": [3], "w": [3]},
         {"x": ([5], [Part("v", 0, (0,), (((3, 1),),)), Part("w", 0, (2,), (((3, 1),),))])},

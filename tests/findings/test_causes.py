@@ -398,7 +398,9 @@ def test_a_stage_that_is_lost_accounts_for_layers_that_no_file_has() -> None:
     causes = causes_of([gone], source, ["a_00_000"], lambda _: ["embed", "layers.0.k"])
     assert causes.of(_missing("layers.1.q")) is gone and causes.of(_missing("norm")) is gone
     assert causes.of(_missing("layers.0.q")) is None
-    layer = Finding("FS103", "error", "none of its 2 tensors is there", axis="L", layers=range(1, 2), count=2)
+    layer = Finding(
+        "FS103", "error", "all of its 2 tensors are missing", axis="L", layers=range(1, 2), count=2
+    )
     assert causes.of(layer) is gone
 
 

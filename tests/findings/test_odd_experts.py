@@ -125,9 +125,7 @@ def test_a_mixture_that_was_made_of_one_expert_is_a_note(container: str, tmp_pat
 def test_the_half_of_a_rank_that_is_another_s_is_told(container: str, tmp_path: Path) -> None:
     ran = cli("verify", CONTAINERS[container](expert_damages.damage("rank_as_another"), tmp_path / "run"))
     copies = [f for f in ran.findings if f["code"] in ("FS303", "FS304")]
-    assert copies and (
-        ran.code == 1 or "experts hold matrices of another expert" in copies[0]["message"]
-    )
+    assert copies and (ran.code == 1 or "experts hold matrices of another expert" in copies[0]["message"])
 
 
 def test_many_copied_experts_are_one_warning(tmp_path: Path) -> None:
@@ -138,7 +136,9 @@ def test_many_copied_experts_are_one_warning(tmp_path: Path) -> None:
                 source = expert_damages.stack(state, 0, name)[5 + number]
                 expert_damages.stack(state, layer, name)[number] = source
     (text,) = told(check(FUSED(state, tmp_path / "run"), tmp_path))
-    assert text.startswith("6 experts hold the values of another expert: expert 0 of layer 1 those of expert 5")
+    assert text.startswith(
+        "6 experts hold the values of another expert: expert 0 of layer 1 those of expert 5"
+    )
     assert text.endswith("; and 2 more")
 
 

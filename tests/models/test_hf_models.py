@@ -109,7 +109,7 @@ def test_a_model_without_a_table_passes_through_and_loads(name: str, form: str, 
     source = tmp_path / ("run" if form != "dcp_model" else "run/step_10")
     ran = cli("convert", source, tmp_path / "out", "--to", "hf")
     assert ran.code == 0, ran.out
-    assert ran.having("FS109", message="names and shapes stay as they are stored")
+    assert ran.having("FS109", message="names and shapes are kept as stored")
     assert torch.equal(logits(loaded(tmp_path / "out", of)), logits(of))
     assert (tmp_path / "out/tokenizer_config.json").read_text() == '{"a": 1}'
     # A merge takes them along too.
@@ -475,7 +475,7 @@ def test_a_config_of_something_else_above_is_no_models(tmp_path: Path) -> None:
         "FS209",
         exit=2,
         command=("convert", "--to", "hf"),
-        message="unknown model: no config.json",
+        message="unknown model: there is no config.json",
     )
 
 

@@ -510,9 +510,9 @@ def test_a_part_of_a_quantised_weight_is_told(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", config, tensors)
     for n, options in enumerate((("--exclude", "*_scale_inv"), ("--include", "*_scale_inv"))):
         ran = cli("merge", folder, tmp_path / str(n), *options)
-        assert ran.code == 0 and ran.having("FS102", severity="warning", message="are left out, as requested"), (
-            ran.out
-        )
+        assert ran.code == 0 and ran.having(
+            "FS102", severity="warning", message="are left out, as requested"
+        ), ran.out
     ran = cli("merge", folder, tmp_path / "whole", "--include", "*.up_proj*")
     assert ran.code == 0 and not ran.having("FS102", severity="warning"), ran.out
 
@@ -548,7 +548,9 @@ def test_torchao_is_not_written_where_its_headers_would_be_untrue(tmp_path: Path
     folder = torchao(tmp_path / "in")
     for options in (("merge", "--dtype", "bf16"), ("convert", "--to", "dcp"), ("merge", "--vocab-size", "8")):
         ran = cli(options[0], folder, tmp_path / "out", *options[1:])
-        assert ran.code == 2 and ran.having("FS514", message="torchao describes its tensors in the header"), ran.out
+        assert ran.code == 2 and ran.having("FS514", message="torchao describes its tensors in the header"), (
+            ran.out
+        )
         assert not (tmp_path / "out").exists()
 
 
@@ -556,7 +558,9 @@ def test_torchao_is_judged_by_its_headers(tmp_path: Path) -> None:
     (found,) = errors(torchao(tmp_path / "lost", **{"a._weight_scale": None}))
     assert (found["code"], found["tensor"]) == ("FS102", "a._weight_scale")
     ran = cli("merge", torchao(tmp_path / "in"), tmp_path / "out", "--exclude", "*_scale")
-    assert ran.code == 0 and ran.having("FS102", severity="warning", message="are left out, as requested"), ran.out
+    assert ran.code == 0 and ran.having("FS102", severity="warning", message="are left out, as requested"), (
+        ran.out
+    )
 
 
 def in_two(folder: Path, header: dict[str, str]) -> Path:

@@ -164,7 +164,10 @@ def printed(*argv: object) -> list[str]:
 
 
 def test_complete_says_that_contents_were_not_checked(hf: Path) -> None:
-    assert printed(hf) == ["not checked: the contents (there are no checksums)", f"{hf}: OK, complete (exit 0)"]
+    assert printed(hf) == [
+        "not checked: the contents (there are no checksums)",
+        f"{hf}: OK, complete (exit 0)",
+    ]
     assert cli("verify", hf).doc["checked"] == {"ending": "complete"}
 
 

@@ -30,7 +30,7 @@ class Fault(Enum):
 
     STATUS_500 = "an internal error"
     STATUS_503 = "S3's request to slow down"
-    STATUS_403 = "no right to read"
+    STATUS_403 = "no permission to read"
     REGION_301 = "the bucket is in another region, and no address is named"
     REGION_400 = "the signature is for another region"
     RESET = "the connection is reset in the middle of the body"

@@ -344,7 +344,7 @@ def test_a_folder_with_a_file_of_its_own_name_is_read(moto: S3Server) -> None:
 def test_an_address_of_a_file_and_of_a_folder_is_refused(moto: S3Server) -> None:
     name = new_bucket(moto, {"run": b"a file", "run/x": b"x"})
     store = ObjectStore(f"s3://{name}/run", moto.options, deadline=HANG)
-    fails(store.list_files, codes.UNSUPPORTED, "both a file and a folder")
+    fails(store.list_files, codes.UNSUPPORTED, "both a file and a directory")
     folder = ObjectStore(f"s3://{name}/run/", moto.options, deadline=HANG)
     assert [file.path for file in folder.list_files()] == ["x"]
 
@@ -397,7 +397,7 @@ def test_a_path_with_a_nul_is_refused() -> None:
 def test_a_key_that_is_a_file_and_a_folder_is_named(moto: S3Server) -> None:
     name = new_bucket(moto, {"run/x": b"a file", "run/x/y": b"y"})
     store = ObjectStore(f"s3://{name}/run", moto.options, deadline=HANG)
-    fails(store.list_files, codes.UNSUPPORTED, "'run/x'", "both a file and a folder")
+    fails(store.list_files, codes.UNSUPPORTED, "'run/x'", "both a file and a directory")
 
 
 def test_pages_of_a_list_are_joined(
@@ -542,8 +542,8 @@ def test_a_server_that_ignores_conditions_serves_no_replaced_file(
         (Fault.LONG_BODY, codes.IO, "bytes 0 to 100001"),
         (Fault.RANGE_IGNORED, codes.IO, "a complete file or a page"),
         (Fault.HTML, codes.IO, "a complete file or a page"),
-        (Fault.DRIP, codes.IO, "did not come within 2 seconds"),
-        (Fault.SILENT, codes.IO, "did not come within 2 seconds"),
+        (Fault.DRIP, codes.IO, "did not arrive within 2 seconds"),
+        (Fault.SILENT, codes.IO, "did not arrive within 2 seconds"),
     ],
 )
 def test_a_fault_that_stays_is_one_finding(
@@ -568,8 +568,8 @@ def test_a_fault_that_stays_is_one_finding(
         (Fault.HTML, codes.NO_SUCH_PATH, "endpoint"),
         (Fault.LYING_LENGTH, codes.IO, "has no list of files"),
         (Fault.RESET, codes.IO, "broke off"),
-        (Fault.SILENT, codes.IO, "did not come"),
-        (Fault.DRIP, codes.IO, "did not come"),
+        (Fault.SILENT, codes.IO, "did not arrive"),
+        (Fault.DRIP, codes.IO, "did not arrive"),
     ],
 )
 @pytest.mark.parametrize("end", ["/", ""], ids=["of a folder", "of a file or a folder"])
@@ -673,9 +673,13 @@ def test_a_redirect_to_a_file_is_not_followed(
 ) -> None:
     store, file = spoiled(moto, proxy, bucket)
     proxy.inject(Fault.REDIRECT_FILE, to=target)
-    fails(lambda: read_range(store, file, 0, 100), codes.IO, "redirects to an address that is not followed")
+    fails(
+        lambda: read_range(store, file, 0, 100),
+        codes.IO,
+        "redirects to an address that fastshard does not follow",
+    )
     web = ObjectStore(f"{proxy.url}/{bucket}/run/a.bin", deadline=HANG)
-    fails(web.list_files, codes.IO, "redirects to an address that is not followed")
+    fails(web.list_files, codes.IO, "redirects to an address that fastshard does not follow")
 
 
 # --- files of web servers
@@ -721,7 +725,7 @@ def test_a_file_without_any_mark_of_its_content_is_refused(
     make_public(moto, bucket)
     proxy.inject(Fault.NO_MARKS)
     store = ObjectStore(f"{proxy.url}/{bucket}/run/a.bin", deadline=HANG)
-    fails(store.list_files, codes.UNSUPPORTED, "neither an ETag nor a time of change", at=store.address)
+    fails(store.list_files, codes.UNSUPPORTED, "neither an ETag nor a modification time", at=store.address)
 
 
 def test_an_empty_file_of_a_web_server_is_listed(moto: S3Server) -> None:

@@ -33,8 +33,8 @@ _TRACKERS = ("latest_universal", "latest")
 #: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 _LOADING = """\
 how to load the parameters for a finetune (DeepSpeed, bf16):
-  0.10.2 to 0.12.6    load_optimizer_states=False keeps the initial master weights, and the first step overwrites
-                      the weights with them: load a repaired checkpoint as usual instead
+  0.10.2 to 0.12.6    load_optimizer_states=False keeps the initial master weights, and the first step
+                      overwrites the weights with them: load a repaired checkpoint as usual instead
   0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
   2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
   any version         a repaired checkpoint loads as usual, and its optimizer starts afresh"""

@@ -92,8 +92,7 @@ def _proven(compared: Comparison) -> Finding:
     how = f", {how}" if how else ""
     return Finding.of(
         codes.NOT_PROVABLE,
-        f"the {compared.met.matched} tensors that the reference has are there by their {proven}{how}; not "
-        "checked: "
+        f"the {compared.met.matched} tensors of the reference exist, checked by {proven}{how}; not checked: "
         + ("" if compared.reference.has_shapes else "shapes and dtypes, ")
         + "the order of heads, and values",
         severity="note",
@@ -106,10 +105,9 @@ def _strangers(met: Met, reference: Reference) -> Finding:
     return Finding.of(
         codes.UNKNOWN_TENSOR,
         f"{met.matched} of {met.matched + len(met.further)} tensors have a name of the reference "
-        f"{reference.path}: it is another "
-        "model, or has another framework's names",
+        f"{reference.path}: it is another model, or uses the names of another framework",
         tensor=met.further[0] if met.further else None,
         expected=f"names like {lacking[0][0]}" if lacking else None,
         got=met.further[0] if met.further else "nothing",
-        help="pass a reference of the same model, under Hugging Face's names or the checkpoint's names",
+        help="pass a reference for the same model, with Hugging Face's names or the checkpoint's names",
     )

@@ -181,20 +181,20 @@ def from_document(document: object, file: str) -> ExpectedTensors:
             codes.BAD_VALUE,
             f"not a list of expected tensors: {why}",
             file=file,
-            help="make it again",
+            help="create the list again",
             run=["fastshard expected CONFIG -o FILE"],
         ) from None
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError("a name in it is not a text")
+        raise ValueError("a name in it is not text")
     return value
 
 
 def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise ValueError("a list in it is none")
+        raise ValueError("an entry in it is not a list")
     return tuple(map(_text, value))
 
 
@@ -215,7 +215,7 @@ def _parts_of(value: object) -> tuple[Part, ...] | None:
             for name, offset, start, dims in value  # type: ignore[attr-defined]
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"a part in it is none: {error}") from None
+        raise ValueError(f"a part in it is invalid: {error}") from None
 
 
 def _number(value: object, least: int = 0) -> int:
@@ -226,21 +226,21 @@ def _number(value: object, least: int = 0) -> int:
 
 def _as_many(dims: list[Any], start: list[Any]) -> list[Any]:
     if len(dims) != len(start):
-        raise ValueError(f"{len(dims)} dimensions, and {len(start)} first indices")
+        raise ValueError(f"{len(dims)} dimensions, but {len(start)} first indices")
     if any(len(digits) > _MOST_DIGITS for digits in dims):
-        raise ValueError("more elements than a tensor has")
+        raise ValueError("more elements than a tensor can have")
     return dims
 
 
 def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
     if not isinstance(value, list):
-        raise ValueError("its tensors are no list")
+        raise ValueError("its tensors are not a list")
     found = {}
     for name, dtype, shape in value:
         if dtype not in TORCH_NAMES or not isinstance(shape, list):
             raise ValueError(f"a tensor in it has no known dtype or no shape: {name!r}")
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-            raise ValueError(f"a tensor in it has a shape that is none: {name!r}")
+            raise ValueError(f"a tensor in it has an invalid shape: {name!r}")
         found[_text(name)] = ExpectedTensor(name, dtype, tuple(shape))
     if len(found) < len(value):
         raise ValueError("it names a tensor twice")

@@ -155,7 +155,7 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], numbers: ConfigNumb
             tensor=name,
             expected=f"{columns} rows (vocab_size)",
             got=str(list(shape)),
-            help="save it again: it was saved transposed",
+            help="save the tensor again: it was saved transposed",
         )
         return
     near = min(sizes, key=lambda size: abs(size - count))
@@ -170,11 +170,11 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], numbers: ConfigNumb
         size = max(s for s in sizes if s <= exact * count)
         yield Finding.of(
             codes.SLICE_AS_WHOLE,
-            f"the rows are one of {exact} slices of the vocabulary",
+            f"the tensor holds only one of {exact} slices of the vocabulary",
             tensor=name,
             expected=f"{size} rows (vocab_size)",
             got=str(list(shape)),
-            help="copy the slices of the other ranks from the checkpoint that it was made of",
+            help="copy the slices of the other ranks from the checkpoint that this one was made from",
         )
     else:
         yield _differs(name, count, near, "warning" if numbers.lists_blocks else "error")
@@ -185,23 +185,23 @@ def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Fi
     if any(sliced(shape, (shape[0], width)) > 1 for width in widths):
         yield Finding.of(
             codes.SLICE_AS_WHOLE,
-            "the columns are a slice of the hidden size, by the config",
+            "according to the config, the columns are one slice of hidden_size",
             tensor=name,
             expected=" or ".join(str(w) for w in sorted(widths)),
             got=str(list(shape)),
-            help="copy the slices of the other ranks from the checkpoint that it was made of",
+            help="copy the slices of the other ranks from the checkpoint that this one was made from",
         )
 
 
 def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        "the config gives the vocabulary another number of rows",
+        "the config states another vocabulary size than the tensor has",
         severity=severity,
         tensor=name,
         expected=f"{size} rows (vocab_size)",
         got=str(count),
-        help="see in the tokenizer which value is right, and correct the config or restore the file",
+        help="check in the tokenizer which value is right, and correct the config or restore the file",
     )
 
 
@@ -226,11 +226,11 @@ def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterat
     if not there:
         yield Finding.of(
             codes.MISSING_TENSOR,
-            f"no tensor is the {lacking}, which the config says is not tied to {matrices[0]}",
-            expected=f"a further matrix of {words} rows (tie_word_embeddings false)",
+            f"the {lacking} is missing, and the config states that it is not tied to {matrices[0]}",
+            expected=f"another matrix of {words} rows (tie_word_embeddings false)",
             got="nothing",
-            help="copy the file that held it, which is missing from the index too, or correct "
-            "tie_word_embeddings if the two are tied",
+            help="copy the file that held it, which the index lacks too; if the two are tied, correct "
+            "tie_word_embeddings",
         )
 
 
@@ -275,13 +275,12 @@ def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> I
     meant = numbers is not None and numbers.lists_blocks
     yield Finding.of(
         code,
-        f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
+        f"the {what}s are numbered up to {stack.count - 1}, but some numbers below have no tensor",
         severity="warning" if meant else "error",
         tensor=f"{stack.prefix}{gaps[0]}",
         expected=f"{stack.count} {what}s",
         got=f"all but {_ranges(gaps)}",
-        help="copy the files that held them from the original checkpoint; "
-        "they are missing from the index too",
+        help="copy the files that held them from the original checkpoint; the index lacks them too",
     )
 
 
@@ -299,21 +298,20 @@ def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Find
             "the last layers are missing",
             severity="error" if in_files else "warning",
             tensor=f"{stack.prefix}{stack.count}",
-            expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config",
+            expected=f"{' or '.join(map(str, sorted(sizes)))} layers, according to the config",
             got=f"{stack.count}",
-            help="copy the files that held them from the original checkpoint; they are missing from the "
-            "index too",
+            help="copy the files that held them from the original checkpoint; the index lacks them too",
         )
     elif stack.count > max(sizes) + sum(numbers.of(_FURTHER).values()):
         yield Finding.of(
             codes.CONFIG_DISAGREES,
-            "there are more layers than the config says",
+            "the checkpoint has more layers than the config states",
             severity="warning",
             tensor=f"{stack.prefix}{stack.count - 1}",
             expected=f"{max(sizes)} layers",
             got=f"{stack.count}",
-            help="check the config; it describes another model, or the layers, which are kept, belong to "
-            "another stack",
+            help="check the config: it describes another model, or the layers belong to another stack; "
+            "fastshard keeps them",
         )
 
 
@@ -354,9 +352,9 @@ def _experts(
             "the last experts are missing",
             severity="error" if in_files or routed else "warning",
             tensor=f"{stack.prefix}{stack.count}",
-            expected=f"{min(sizes)} experts by the config",
+            expected=f"{min(sizes)} experts, according to the config",
             got=f"{stack.count}",
-            help="copy the files of other expert-parallel ranks, which are missing from the index too",
+            help="copy the files of other expert-parallel ranks; the index lacks them too",
         )
 
 
@@ -378,7 +376,7 @@ def _stacked_experts(numbers: ConfigNumbers, tensors: Mapping[str, ShapeDtype]) 
         if shape[0] < count:
             yield Finding.of(
                 codes.SHAPE,
-                f"the tensor holds {shape[0]} experts, and the router of its layer chooses among {count}",
+                f"the tensor holds {shape[0]} experts, but the router of its layer has {count}",
                 severity="warning",
                 tensor=name,
                 expected=f"{count} experts, as the config states",

@@ -266,12 +266,14 @@ def _list_missing(
         yield Finding.of(
             codes.MISSING_TENSOR,
             f"{alike} other layers have this tensor, and this layer lacks it"
-            + (f"; so with {more} more of this layer" if more > 0 else ""),
+            + (f"; this layer lacks {more} more" if more > 0 else ""),
             severity="error" if inside or not doubtful else "warning",
             tensor=f"{prefix}{number}.{rest}",
-            expected=f"{prefix}*.{rest} in all of {total} layers" if alike == total - 1 else "as its sisters",
+            expected=f"{prefix}*.{rest} in all of {total} layers"
+            if alike == total - 1
+            else "as in the other layers",
             got="nothing",
-            help="copy the file that held it, which is missing from the index too, or save it again if the "
+            help="copy the file that held it, which the index lacks too, or save the tensor again if the "
             "save dropped it",
         )
 
@@ -309,7 +311,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
                     tensor=name,
                     expected=str(list(common)),
                     got=str(list(shape)),
-                    help="save it again: it was saved transposed, or is from another model",
+                    help="save the tensor again: it was saved transposed, or is from another model",
                 )
                 continue
             # Extents that are meant to differ do so wherever they meet: in the module before or behind, too.
@@ -318,7 +320,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
             yield Finding.of(
                 code,
                 f"{sisters} other layers have another shape here"
-                + (", and nothing else in this one differs from theirs" if alone else ""),
+                + (", and nothing else in this layer differs from them" if alone else ""),
                 severity="error" if alone else "warning",
                 tensor=name,
                 expected=str(list(common)),

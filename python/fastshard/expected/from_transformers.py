@@ -91,7 +91,7 @@ def expected_tensors(
     if not is_model(config):
         raise FastshardError.of(
             codes.BAD_VALUE,
-            "not the config of a model",
+            "the file is not a model config",
             file=str(file),
             expected="model_type",
             got="no such key",
@@ -116,7 +116,10 @@ def list_for(
     """
     if not timeout > 0 or not memory > 0:
         raise FastshardError.of(
-            codes.USAGE, "a limit is more than 0", expected="seconds and bytes", got=f"{timeout:g}, {memory}"
+            codes.USAGE,
+            "timeout and memory must be more than 0",
+            expected="seconds and bytes",
+            got=f"{timeout:g}, {memory}",
         )
     version = installed_version(file)
     name = class_name(config)
@@ -135,7 +138,7 @@ def list_for(
             if found.transformers == version and name in (None, found.model_class) and len(found):
                 return found
     if only_kept:
-        raise FastshardError.of(codes.UNSUPPORTED, "no list of this config is kept", file=file)
+        raise FastshardError.of(codes.UNSUPPORTED, "no list for this config is cached", file=file)
     answer = transformers_process.answer_of(request, timeout, memory)
     if "error" in answer:
         raise _refused(answer, config, file, version)
@@ -230,8 +233,8 @@ def installed_version(file: str) -> str:
     except metadata.PackageNotFoundError as error:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"{error.name} is not installed: transformers, built on torch, lists the tensors that a config "
-            "promises",
+            f"{error.name} is not installed; fastshard needs transformers with torch to list the tensors "
+            "that a config promises",
             file=file,
             help="pass a good checkpoint of the model with --like, or install transformers",
             run=["pip install torch transformers"],
@@ -239,7 +242,7 @@ def installed_version(file: str) -> str:
     if not re.match(r"[5-9]|\d\d", version):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"transformers {version} is too old to list the tensors that a config promises",
+            f"transformers {version} is too old to list the tensors that a config requires",
             file=file,
             expected="version 5 or later",
             got=version,
@@ -258,7 +261,7 @@ def _refused(answer: Mapping[str, Any], config: Mapping[str, Any], file: str, ve
         answer["kind"], "cannot build this model"
     )
     code = (
-        "; its code is part of the checkpoint (auto_map), which is never executed"
+        "; its code is part of the checkpoint (auto_map), and fastshard never runs it"
         if "auto_map" in config
         else ""
     )

@@ -89,7 +89,6 @@ def unheld(evidence: Evidence) -> str:
     """Describe the tensors that the check could not compare with others."""
     return (
         f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors were compared with other "
-        "layers; "
-        f"the loss of the other {len(evidence.alone)} would not show: "
+        f"layers; the loss of the other {len(evidence.alone)} would not be noticed: "
         f"{printable(some(evidence.alone, _NAMED))}"
     )

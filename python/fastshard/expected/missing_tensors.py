@@ -77,7 +77,7 @@ def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(left)} tensors that the reference {compared.path} has not are buffers, which transformers "
+            f"{len(left)} tensors that the reference {compared.path} lacks are buffers, which transformers "
             "computes itself",
             severity="note",
             tensor=first,
@@ -102,8 +102,8 @@ def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(copies)} tensors that the reference {compared.path} has not have the bytes of tensors "
-            "that it ties them to",
+            f"{len(copies)} tensors that the reference {compared.path} lacks are copies of the tensors that "
+            "it ties them to",
             severity="note",
             tensor=first,
             got=f"the bytes of {copies[first]}",
@@ -163,12 +163,12 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     notes = [
         Finding.of(
             codes.MISSING_TENSOR,
-            "stored by the name of the output layer alone, to which the config ties it",
+            "the tensor is stored only under the name of the output layer, which the config ties to it",
             severity="warning",
             tensor=compared.stored(name),
             expected=f"as in {compared.path}",
-            help="load it with transformers 5 or later; versions before look for it by this name, and "
-            "initialise it where it is missing",
+            help="load it with transformers 5 or later: earlier versions look for this name, and initialise "
+            "the tensor if it is missing",
         )
         for name in alone[:1]
     ]
@@ -204,10 +204,10 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
         return Unmatched(unmatched.missing, unmatched.further)
     note = Finding.of(
         codes.IGNORED,
-        f"the checkpoint's own config states another number of layers than the reference {compared.path}",
+        f"the checkpoint's own config and the reference {compared.path} state different numbers of layers",
         severity="note",
-        expected=f"{theirs} layers by the reference's config",
-        got=f"{own} layers by the checkpoint's own, and these are there",
+        expected=f"{theirs} layers, by the reference's config",
+        got=f"{own} layers, by the checkpoint's own config; these exist",
     )
     return Unmatched(*rest, (note,))
 
@@ -246,7 +246,7 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
     message = (
         f"one of {len(singles)} tensors that the reference {compared.path} has and the checkpoint lacks"
         if len(singles) > 1
-        else f"the reference {compared.path} has this tensor, the checkpoint lacks it"
+        else f"the reference {compared.path} has this tensor, and the checkpoint lacks it"
     )
     return [
         *(_layer_missing(compared, *layer, whole[layer]) for layer in sorted(whole)),
@@ -281,12 +281,12 @@ def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str
     by_theirs = f", {theirs} by the reference's" if theirs else ""
     return Finding.of(
         codes.MISSING_LAYER,
-        f"layer {compared.stored(f'{stack}{layer}')}: none of its {len(names)} tensors is there",
+        f"layer {compared.stored(f'{stack}{layer}')}: all of its {len(names)} tensors are missing",
         tensor=compared.stored(names[0]),
         layers=range(layer, layer + 1),
         count=len(names),
         expected=f"{len(compared.stacks[stack])} layers, as in {compared.path}",
-        got=None if own is None else f"{own} layers by the checkpoint's own config{by_theirs}",
+        got=None if own is None else f"{own} layers, by the checkpoint's own config{by_theirs}",
         help="copy the files of this layer from the original checkpoint",
     )
 
@@ -303,8 +303,8 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
             tensor=stored,
             got=extents(compared.shape(stored)),
             help="leave it out on purpose (--exclude), choose a source without it, or leave out --like; "
-            "nothing is dropped",
+            "fastshard drops nothing by itself",
         )
         for stored in names[:MOST_LISTED]
     ]
-    return findings + more(codes.UNKNOWN_TENSOR, len(names), "tensors that the reference has not")
+    return findings + more(codes.UNKNOWN_TENSOR, len(names), "tensors that the reference lacks")

@@ -142,7 +142,7 @@ def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, 
             codes.UNSUPPORTED,
             f"{at} of {listed.model_class} cannot be written under its name on disk: {why}",
             tensor=at,
-            help="merge it without --like, which keeps the names in memory; transformers 5 loads them",
+            help="merge it without --like, which keeps the names in memory; transformers 5 can load them",
             run=["fastshard merge CKPT OUT"],
         ) from None
     extents = "\n".join(f"{axis} = {extent}" for axis, extent in axes.items())
@@ -161,7 +161,7 @@ def _parts(listed: ExpectedTensors, name: str, memory: Shapes) -> Sequence[Part]
             raise _Formless("its values are computed when it is saved")
         return parts
     if name not in memory:
-        raise _Formless("nothing says of what it is made")
+        raise _Formless("nothing states what it is made from")
     shape, steps = memory[name], _strides(memory[name])
     dims = tuple(((n, step),) if n > 1 else () for n, step in zip(shape, steps, strict=True))
     return (Part(name, 0, (0,) * len(shape), dims),)
@@ -178,10 +178,10 @@ def _move(name: str, shape: Sequence[int], part: Part, memory: Shapes) -> _Move:
     An axis has the name of its dimension on disk.
     """
     if part.name not in memory or len(part.dims) != len(shape):
-        raise _Formless("its parts are not of the model's tensors")
+        raise _Formless("its parts are not from the model's tensors")
     extents = memory[part.name]
     if not 0 <= part.offset < max(1, math.prod(extents)):
-        raise _Formless("a part begins outside of its tensor")
+        raise _Formless("a part begins outside its tensor")
     strides = _strides(extents)
     on_disk: list[_Range] = []
     found: list[tuple[int, str, int]] = []
@@ -320,7 +320,7 @@ def _other(others: Mapping[int, _End], axis: str | None, canonical: str, shapes:
     ends = [others[i] for i in sorted(others)]
     shape = shapes[ends[0].name]
     if len({end.ranges for end in ends}) > 1 or any(shapes[end.name] != shape for end in ends):
-        raise _Formless("its parts lie differently")
+        raise _Formless("its parts are laid out differently")
     dims = [_full(taken, n) for taken, n in zip(ends[0].ranges, shape, strict=True)]
     name = ends[0].name
     if axis is None:

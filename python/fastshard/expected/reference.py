@@ -88,9 +88,9 @@ class Reference:
         if is_root or (paths and paths <= {path.resolve() for path in self.files}):
             raise FastshardError.of(
                 codes.USAGE,
-                "--like names the checkpoint itself, which is like itself whatever it lacks",
+                "--like names the checkpoint itself, so missing tensors would not be noticed",
                 file=self.path,
-                help="name another checkpoint of the same model: the one that it was trained from, or an "
+                help="name another checkpoint of the same model: the one that training started from, or an "
                 "earlier step",
             )
 
@@ -106,7 +106,7 @@ class Reference:
                 codes.OUT_INSIDE_SOURCE,
                 "the reference (--like) is inside OUT",
                 file=self.path,
-                expected="another directory than OUT",
+                expected="a directory other than OUT",
                 got=os.fspath(out),
                 help="choose another OUT",
             )
@@ -165,11 +165,11 @@ def _read(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
     if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
         raise FastshardError.of(
             codes.USAGE,
-            "it is one of several files of the model",
+            "the file is only one of several files of the model",
             file=given,
             expected="a complete model",
             got=at.name,
-            help="name its folder, or its index",
+            help="name its directory, or its index",
         )
     whole = opened(at)
     config, file = whole.source.model.config, whole.source.model.config_file
@@ -205,9 +205,9 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
         copies = (source.names.prefix, *source.names.other_prefixes)
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "it holds several copies of the model",
+            "the reference holds several copies of the model",
             got=", ".join(f"{prefix}*" for prefix in copies),
-            help="pass a reference that holds one",
+            help="pass a reference with a single copy",
         )
     names = source.names.own or bare([name for name, *_ in whole.tensors])
     for name, dtype, shape in whole.tensors:
@@ -241,7 +241,7 @@ def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
         if lost := sorted(t for t, of in listed.items() if of == name and t not in known):
             raise FastshardError.of(
                 codes.MISSING_TENSOR,
-                f"its index names {len(lost)} tensors that their file does not hold",
+                f"its index names {len(lost)} tensors that are missing from their files",
                 file=str(path),
                 tensor=lost[0],
             )
@@ -260,10 +260,10 @@ def _of_config(at: Path, given: str) -> Reference:
     if not is_model(config):
         raise FastshardError.of(
             codes.BAD_VALUE,
-            "it is no model's config",
+            "the file is not a model's config",
             file=given,
             expected="model_type",
-            got="neither it nor tensors",
+            got="a file without a model type and without tensors",
         )
     # Its folder is the user's choice if it was named; what else lies beside a file that was may be anybody's.
     folder = Folder(at.parent, linked(at.parent), at if Path(given) == at else None)
@@ -271,7 +271,7 @@ def _of_config(at: Path, given: str) -> Reference:
         if not config.get("architectures"):
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "the config names no class (architectures), so that a head may belong to the model or not",
+                "the config names no class (architectures), so it is unclear whether the model has a head",
                 file=given,
                 help="add architectures to the config, or pass a good checkpoint of the model",
             )
@@ -286,9 +286,9 @@ def _of_list(listed: ExpectedTensors, given: str) -> Reference:
     if listed.quantised:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the config is of a quantised model: what transformers lists has no scales",
+            "the config is of a quantised model, and the tensors that transformers lists have no scales",
             file=given,
-            help="pass a good checkpoint of the model that is quantised alike",
+            help="pass a good checkpoint of the model with the same quantisation",
         )
     return Reference(given, roster_of(listed), listed=listed)
 

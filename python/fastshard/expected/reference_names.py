@@ -81,7 +81,7 @@ class Reading:
         return name.removeprefix(self.prefix) if self.adds else self.prefix + name
 
     def __str__(self) -> str:
-        return f"with {self.prefix!r} before them" if self.adds else f"without {self.prefix!r}"
+        return f"with the prefix {self.prefix!r}" if self.adds else f"without the prefix {self.prefix!r}"
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,14 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
         # The reference lies below a name, which may be a trainer's: the model's own names stay.
         return None
     if way.uncertain:
-        help_ = (
-            "pass a reference with the names of the checkpoint; --prefix says where one of several models "
-            "begins"
-        )
+        help_ = "pass a reference with the checkpoint's names; --prefix chooses one of several models"
         raise _ambiguous(path, way.readings, help_)
     return way if way.names else None
 
 
 def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
     """Make the error for names that can be read in several ways."""
-    message = f"the names can be read in several ways to fit the reference {path}"
+    message = f"the names match the reference {path} in several ways"
     return FastshardError.of(codes.AMBIGUOUS, message, got=readings, help=help_)
 
 
@@ -185,7 +182,7 @@ def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
             fitting.append(reading)
     if len(fitting) > 1:
         text = "; ".join(map(str, fitting))
-        raise _ambiguous(path, text, "say where the model begins with --prefix")
+        raise _ambiguous(path, text, "choose the model with --prefix")
     if not fitting:
         return None
     # What is no part of the model has no name there.

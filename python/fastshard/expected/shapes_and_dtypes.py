@@ -55,7 +55,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     resized = [one for one in differing if by_config and one.has(own, theirs)]
     rest = [one for one in differing if not (by_config and one.has(own, theirs))]
     findings = [_shaped(compared, one, own, theirs) for one in rest[:MOST_LISTED]]
-    findings += more(codes.SHAPE, len(rest), "tensors of another shape")
+    findings += more(codes.SHAPE, len(rest), "tensors with another shape")
     if own is None or theirs is None or own == theirs:
         return findings, []
     kept = _rows(compared, theirs)
@@ -63,19 +63,19 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         findings.append(
             Finding.of(
                 codes.SHAPE,
-                f"{len(resized)} tensors have the rows of the checkpoint's own vocabulary, and this one has "
-                "the reference's",
+                f"{len(resized)} tensors have as many rows as the checkpoint's own vocabulary, but this one "
+                "has as many as the reference's",
                 tensor=kept[0],
-                expected=f"{own} rows, as config.json and {resized[0].stored} have it",
+                expected=f"{own} rows, as in config.json and {resized[0].stored}",
                 got=f"{theirs} rows, as in {compared.path}",
-                help="save the model again; the vocabulary was resized in part",
+                help="save the model again; only part of the vocabulary tensors was resized",
             )
         )
     elif kept and not rest:
         findings.append(
             Finding.of(
                 codes.CONFIG_DISAGREES,
-                "the checkpoint's own config gives the vocabulary other rows than the tensor has",
+                "the checkpoint's own config states another vocab_size than the rows of the tensor",
                 severity="warning",
                 tensor=kept[0],
                 expected=f"vocab_size {own}",
@@ -85,13 +85,12 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(resized)} tensors have the rows that the checkpoint's own config gives the vocabulary, "
-            "and not those of the "
-            f"reference {compared.path}",
+            f"{len(resized)} tensors have the vocab_size of the checkpoint's own config, which differs from "
+            f"the reference {compared.path}",
             severity="note",
             tensor=one.stored,
-            expected=f"vocab_size {theirs} by the reference's config",
-            got=f"vocab_size {own} by the checkpoint's own",
+            expected=f"vocab_size {theirs}, by the reference's config",
+            got=f"vocab_size {own}, by the checkpoint's own config",
         )
         for one in resized[:1]
         if not kept
@@ -143,12 +142,12 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
     turned = len(got) > 1 and got != expected and sorted(got) == sorted(n or 0 for n in expected)
     return Finding.of(
         codes.SHAPE,
-        f"its shape differs from that in the reference {compared.path}"
-        + (", the same turned" if turned else "")
+        f"the shape differs from that in the reference {compared.path}"
+        + (", and is its transpose" if turned else "")
         + vocabulary_note,
         help=_help_with_rows(got[at or 0], is_padding)
         if longer
-        else "compare the two configs: it is from another model, or was changed after it was saved",
+        else "compare the two configs: the tensor is from another model, or was changed after it was saved",
         run=[f"--vocab-size {want}"] if is_padding else [],
         **fields,
     )
@@ -159,7 +158,8 @@ def _help_with_rows(rows: int, is_padding: bool) -> str:
     if is_padding:
         return "cut the rows beyond, which are padding, or pass a reference with the same vocabulary"
     return (
-        f"ask the tokenizer how many words it has: vocab_size of config.json is {rows} if all rows are words"
+        "check how many tokens the tokenizer has: if all rows are tokens, vocab_size of config.json is "
+        f"{rows}"
     )
 
 
@@ -181,19 +181,19 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     findings = [
         Finding.of(
             codes.DTYPE,
-            f"its elements are {_kind(got)}, and {_kind(expected)} in the reference {compared.path}",
+            f"the elements are {_kind(got)}, but {_kind(expected)} in the reference {compared.path}",
             tensor=stored,
             expected=expected,
             got=got,
-            help="pass a reference that is stored alike: one is quantised and the other is not",
+            help="pass a reference that is stored in the same way: only one of the two is quantised",
         )
         for stored, got, expected in other[:MOST_LISTED]
     ]
-    findings += more(codes.DTYPE, len(other), "tensors of other elements")
+    findings += more(codes.DTYPE, len(other), "tensors with other elements")
     findings += [
         Finding.of(
             codes.DTYPE,
-            f"its dtype is another one than in the reference {compared.path}",
+            f"the dtype differs from that in the reference {compared.path}",
             severity="warning",
             tensor=stored,
             expected=expected,
@@ -201,7 +201,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         )
         for stored, got, expected in rest[:MOST_LISTED]
     ]
-    return findings + more(codes.DTYPE, len(rest), "tensors of another dtype", "warning"), notes
+    return findings + more(codes.DTYPE, len(rest), "tensors with another dtype", "warning"), notes
 
 
 def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Finding]:
@@ -219,8 +219,8 @@ def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Find
     return [
         Finding.of(
             codes.DTYPE,
-            f"{len(floats)} floating tensors have another dtype than in the reference {compared.path}, all "
-            "alike",
+            f"{len(floats)} floating-point tensors have another dtype than in the reference "
+            f"{compared.path}, all of them the same",
             severity="note",
             expected=expected,
             got=got,
@@ -232,7 +232,7 @@ def _kind(dtype: str) -> str:
     """Describe the kind of a dtype's elements."""
     if dtype in TORCH_FLOATS:
         return "floating"
-    words = {"F": "8-bit floating", "I": "whole numbers", "U": "whole numbers", "B": "truth values"}
+    words = {"F": "8-bit floating-point numbers", "I": "integers", "U": "integers", "B": "booleans"}
     return words.get(dtype[0], "complex")
 
 
@@ -256,11 +256,11 @@ def total_bytes(compared: Comparison) -> list[Finding]:
     return [
         Finding.of(
             codes.SHAPE,
-            f"the tensors have other bytes than the index of the reference {compared.path} states "
-            "(metadata.total_size)",
-            expected=f"{total} bytes, or as many times more or less as other dtypes make",
+            "the size of the tensors differs from metadata.total_size in the index of the reference "
+            f"{compared.path}",
+            expected=f"{total} bytes, or a multiple or fraction of that if dtypes differ",
             got=f"{stored_bytes} bytes",
-            help="pass the reference's files too, whose headers decide; a tensor is truncated or of another "
-            "model",
+            help="also pass the reference's files, so that their headers are compared; a tensor is "
+            "truncated or from another model",
         )
     ]

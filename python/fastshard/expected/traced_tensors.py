@@ -121,7 +121,7 @@ def reshaped(tiling: Tiling, shape: list[int]) -> Tiling:
             parts.append(Part(part.name, part.offset, start, [[] if i is None else part.dims[i] for i in at]))
         return Tiling(list(shape), parts)
     if len(tiling.parts) != 1:
-        raise Untraceable("another shape of what was put together")
+        raise Untraceable("another shape of concatenated tensors")
     (part,) = tiling.parts
     dims = regrouped([digit for digits in part.dims for digit in digits], shape)
     return Tiling(list(shape), [part._replace(start=[0] * len(shape), dims=dims)])
@@ -249,7 +249,7 @@ class Trace:
     ) -> list[Tiling]:
         several = [tiling for tiling in inputs if tiling is not None]
         if len(several) < len(inputs):
-            raise Untraceable("of a tensor that was computed")
+            raise Untraceable("a slice of a computed tensor")
         first = several[0]
         dims = len(first.shape)
         match name:

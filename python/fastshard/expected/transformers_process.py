@@ -47,7 +47,7 @@ def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str
         memory: limit in bytes on the worker's private memory.
     """
     if not sys.executable:
-        return {"error": "there is no Python to run it by (sys.executable)", "kind": "import"}
+        return {"error": "there is no Python to run it with (sys.executable)", "kind": "import"}
     try:
         return _answered(question, timeout, memory)
     except OSError as error:
@@ -61,7 +61,7 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
         OSError: if the folder cannot be created.
     """
     if Path(tempfile.gettempdir()).resolve() == Path.cwd().resolve():
-        raise OSError(errno.ENOENT, "no folder for temporary files")
+        raise OSError(errno.ENOENT, "no directory for temporary files")
     with tempfile.TemporaryDirectory(prefix="fastshard-expected-") as folder:
         root = Path(folder)
         for name in ("cwd", "home"):
@@ -92,14 +92,14 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if process.returncode == -signal.SIGXCPU:
-            return {"error": f"it takes more than {timeout:g} s of processor time", "kind": "limit"}
+            return {"error": f"it takes more than {timeout:g} s of CPU time", "kind": "limit"}
         try:
             answer: dict[str, Any] = json.loads((root / "answer.json").read_text("utf-8"))
             return answer
         except (OSError, ValueError):
             last = (root / "said").read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
             why = f"its process ended with {process.returncode}" + (f": {last[-1]}" if last else "")
-            return {"error": f"{why}; it may take {memory >> 20:,} MiB of memory", "kind": "limit"}
+            return {"error": f"{why}; its memory limit is {memory >> 20:,} MiB", "kind": "limit"}
 
 
 def _packages() -> list[str]:

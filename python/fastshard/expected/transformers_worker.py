@@ -42,7 +42,7 @@ def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
         "socket.sendto",
         "socket.sendmsg",
     ):
-        raise PermissionError(f"the network is not used to list expected tensors: {arguments[-1]!r}")
+        raise PermissionError(f"listing expected tensors must not use the network: {arguments[-1]!r}")
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def class_of(config: Any, name: str | None) -> Any:
     if name is not None:
         found = getattr(transformers, name, None)
         if found is None or not hasattr(found, "_from_config"):
-            raise Unknown(f"class {name} is not one of it")
+            raise Unknown(f"transformers has no class {name}")
         return found
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
         if type(config) in mapping:
@@ -272,10 +272,10 @@ def answer_to(question: dict[str, Any]) -> dict[str, Any]:
     except Unknown as error:
         return {"error": str(error), "kind": "unknown"}
     except MemoryError:
-        return {"error": "it takes more memory than it may", "kind": "limit"}
+        return {"error": "it exceeds its memory limit", "kind": "limit"}
     except Exception as error:
         if "std::bad_alloc" in str(error):
-            return {"error": "it takes more memory than it may", "kind": "limit"}
+            return {"error": "it exceeds its memory limit", "kind": "limit"}
         return {"error": f"{type(error).__name__}: {error}", "kind": "build"}
 
 

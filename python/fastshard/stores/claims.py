@@ -79,7 +79,7 @@ class Claim:
         except (KeyError, TypeError, ValueError, RecursionError):
             raise FastshardError.of(
                 codes.OUT_EXISTS,
-                "is no claim of this version of fastshard",
+                "the claim is not from this version of fastshard",
                 file=about,
                 help="choose another destination",
             ) from None
@@ -160,9 +160,9 @@ class Lease:
         if self.is_lost:
             raise FastshardError.of(
                 codes.LOCKED,
-                "another run has taken the destination over",
+                "another run has taken over the destination",
                 file=f"{self._store.address}/{CLAIM}",
-                help="let the other run end; then verify its result",
+                help="let the other run finish; then verify its result",
             )
 
     def confirm(self) -> None:

@@ -92,11 +92,12 @@ class ContentHash:
     def _describe_difference(self) -> Finding:
         return Finding.of(
             codes.HASH,
-            "the content has another SHA-256 than the one that the store states",
+            "the SHA-256 of the content differs from the one that the store states",
             file=self._name,
             expected=f"sha256 {self._file.sha256}",
             got=f"sha256 {self._hash.hexdigest()}",
-            help="run again, in Python in a new process; if it differs again, upload the file anew",
+            help="run the command again (in Python, in a new process); if it differs again, upload the file "
+            "again",
         )
 
     def _update(self, offset: int, content: bytes | memoryview) -> None:

@@ -88,9 +88,9 @@ class HubRepository:
         if not files:
             raise FastshardError.of(
                 codes.NO_SUCH_PATH,
-                f"there are no files at commit {self._commit}",
+                f"the repository has no files at commit {self._commit}",
                 file=self.address,
-                help="check the folder and the revision",
+                help="check the directory and the revision",
             )
         return files
 
@@ -111,7 +111,7 @@ class HubRepository:
                 continue
             file = self._describe(entry)
             if file.path in files:
-                raise self._hub.strange(f"two entries of the listing are called {file.path}")
+                raise self._hub.strange(f"two entries of the listing have the path {file.path}")
             files[file.path] = file
         return [files[path] for path in sorted(files)]
 
@@ -123,7 +123,9 @@ class HubRepository:
             ValueError: if the range is not inside the file.
         """
         if offset < 0 or offset + len(buffer) > file.size:
-            raise ValueError(f"{len(buffer)} bytes from {offset} are not inside of {file.size}")
+            raise ValueError(
+                f"{len(buffer)} bytes from {offset} are outside the {file.size} bytes of the file"
+            )
         if file.identity.partition("/")[0] != self._commit:
             raise self._hub.changed(file, "was listed at another commit", file.identity.partition("/")[0])
         path = self._folder + file.path
@@ -145,19 +147,19 @@ class HubRepository:
         if not isinstance(path, str) or not isinstance(blob, str) or not isinstance(lfs, dict):
             raise self._hub.strange("an entry of the listing has no path or no blob")
         if not path.startswith(self._folder):
-            raise self._hub.strange("the listing of the folder has a file outside of it")
+            raise self._hub.strange("the listing of the directory has a file outside it")
         size, sha256 = lfs.get("size", entry.get("size")), lfs.get("oid")
         if type(size) is not int or size < 0:
-            raise self._hub.strange(f"the listing has no size of {path!r}")
+            raise self._hub.strange(f"the listing states no size for {path!r}")
         if sha256 is not None and not (isinstance(sha256, str) and SHA256.fullmatch(sha256)):
-            raise self._hub.strange(f"the listing has a malformed SHA-256 of {path!r}")
+            raise self._hub.strange(f"the listing states a malformed SHA-256 for {path!r}")
         path = path[len(self._folder) :]
         if not _is_possible(path):
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"the repository has a path that no file can have on this system: {path!r}",
+                f"the repository has a path that is not valid on this system: {path!r}",
                 file=self.address,
-                help="rename the file in the repository, or pass a folder without it",
+                help="rename the file in the repository, or pass a directory without it",
             )
         return StoredFile(path, size, f"{self._commit}/{blob}", sha256=sha256)
 
@@ -222,6 +224,6 @@ def open_repository(address: str, options: Mapping[str, str]) -> HubRepository:
     """
     if unknown := sorted(options.keys() - {"endpoint", "token"}):
         raise FastshardError.of(
-            codes.USAGE, "no option of the hub", expected="endpoint, token", got=", ".join(unknown)
+            codes.USAGE, "the hub has no such option", expected="endpoint, token", got=", ".join(unknown)
         )
     return HubRepository(address, endpoint=options.get("endpoint"), token=options.get("token"))

@@ -49,7 +49,7 @@ class HubAddress:
         if parts[0] in _OTHER_TYPES:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"{parts[0]} of the hub are not read: fastshard reads model repositories",
+                f"fastshard reads only model repositories of the hub, not {parts[0]}",
                 file=text,
                 help="pass the address of a model repository, hf://org/name",
             )
@@ -63,9 +63,9 @@ class HubAddress:
             named = "%2F".join(("refs", *folders[:2]))
             raise malformed("slashes of a revision have to be percent-encoded", text, f"write @{named}")
         if not revision or any(ord(letter) <= 32 or ord(letter) == 127 for letter in revision):
-            raise malformed("the revision is empty or holds a blank", text)
+            raise malformed("the revision is empty or contains a space", text)
         if {"", ".", ".."} & {*folders, organisation, name} or not (organisation + name).isprintable():
-            raise malformed("the address has an empty name, `.` or `..` between slashes", text)
+            raise malformed("the address has an empty part, `.` or `..` between slashes", text)
         return cls(text, f"{organisation}/{name}", revision, "/".join(folders))
 
 

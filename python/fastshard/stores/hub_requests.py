@@ -113,7 +113,7 @@ class HubRequests:
         except HFValidationError:
             is_valid = False
         if not is_valid:
-            raise malformed("the address has a name that no repository can have", address.text)
+            raise malformed("the address has a name that is not valid for a repository", address.text)
         self._endpoint = _checked_endpoint(endpoint)
         self._origin = _origin_of(self._endpoint)
         self._is_encrypted = self._endpoint.startswith("https:")
@@ -139,15 +139,15 @@ class HubRequests:
         """Return what the hub lists of one path, a file's or a folder's."""
         answer, _ = self._ask(self._api(f"paths-info/{commit}"), "commit", paths=path)
         if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
-            raise self.strange("the answer is no list of files")
+            raise self.strange("the answer is not a list of files")
         for entry in answer:
             if entry.get("path") == path:
                 return dict(entry)
         raise FastshardError.of(
             codes.NO_SUCH_PATH,
-            f"the repository has no file or folder {path} at commit {commit}",
+            f"the repository has no file or directory {path} at commit {commit}",
             file=self._address.text,
-            help=f"check its spelling: {self._endpoint}/{self._address.repository}/tree/{commit}",
+            help=f"check the spelling: {self._endpoint}/{self._address.repository}/tree/{commit}",
         )
 
     def list_tree(self, commit: str, folder: str, *, deep: bool = True) -> list[dict[str, Any]]:
@@ -162,14 +162,14 @@ class HubRequests:
             pages.add(url)
             answer, url = self._ask(url, "commit")
             if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
-                raise self.strange("the answer is no list of files")
+                raise self.strange("the answer is not a list of files")
             entries += answer
             if len(entries) > _MOST_FILES:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    f"the repository has more than {_MOST_FILES} files and folders",
+                    f"the repository has more than {_MOST_FILES} files and directories",
                     file=self._address.text,
-                    help="pass a folder of it",
+                    help="pass one of its directories",
                 )
         return entries
 
@@ -186,7 +186,7 @@ class HubRequests:
                     raise self.strange("the answer has a branch without a commit")
                 refs[kind][name] = commit
         if not isinstance(answer, dict) or not isinstance(answer.get("branches"), list):
-            raise self.strange("the answer is no list of branches")
+            raise self.strange("the answer is not a list of branches")
         return refs
 
     def list_commits(self, commit: str) -> list[str]:
@@ -194,7 +194,7 @@ class HubRequests:
         answer, _ = self._ask(self._api(f"commits/{commit}"), "commit")
         found = [row.get("id") if isinstance(row, dict) else None for row in answer or ()]
         if not all(isinstance(one, str) for one in found):
-            raise self.strange("the answer is no list of commits")
+            raise self.strange("the answer is not a list of commits")
         return [str(one) for one in found]
 
     def find_role(self) -> str | None:
@@ -248,7 +248,7 @@ class HubRequests:
                         # connection is used again then.
                         return
                     if done < length and self._now() > deadline:
-                        raise _Retry(f"the data comes too slowly, {done} of {length} bytes")
+                        raise _Retry(f"the data arrives too slowly, {done} of {length} bytes")
             if done < length:
                 raise _Retry(f"the answer ended after {done} of {length} bytes")
 
@@ -286,7 +286,7 @@ class HubRequests:
                         if len(body) > _MOST_BYTES:
                             raise self.strange(f"the answer has more than {_MOST_BYTES} bytes")
                         if self._now() > deadline:
-                            raise _Retry("the answer comes too slowly")
+                            raise _Retry("the answer arrives too slowly")
                     length = _stated_number(response, "content-length")
                     if length is not None and length != len(body):
                         raise _Retry(f"the answer ended after {len(body)} of {length} bytes")
@@ -303,7 +303,7 @@ class HubRequests:
     def _inside(self, url: str) -> str:
         """Return an address of the API at this endpoint: a mirror may repeat the hub's own."""
         if not _is_web(url):
-            raise self.strange("the endpoint names an address that is not one of the web")
+            raise self.strange("the endpoint names an address that is not a web address")
         named, at = urlsplit(url), urlsplit(self._endpoint)
         if (named.scheme, named.netloc) == (at.scheme, at.netloc):
             return url
@@ -407,9 +407,9 @@ class HubRequests:
                 token=token, library_name="fastshard", library_version=_core.__version__
             )
         if headers is None:
-            raise self._denied("the token of this user cannot be read or renewed")
+            raise self._denied("this user's token cannot be read or renewed")
         if not all(value.isascii() and value.isprintable() for value in headers.values()):
-            raise self._denied("the token has characters that no token has")
+            raise self._denied("the token has characters that are not valid in a token")
         return dict(headers)
 
     def _try(self, attempt: Callable[[], Result], deadline: float, named: str) -> Result:
@@ -435,9 +435,9 @@ class HubRequests:
             f"{failure.what}{asked}",
             file=named,
             got=f"{tries} tries" if tries > 1 else None,
-            help="wait as long, and run again"
+            help="wait that long, and run the command again"
             if failure.wait
-            else "check the network and HF_ENDPOINT, and run again later",
+            else "check the network and HF_ENDPOINT, and run the command again later",
         )
 
     # --- answers
@@ -452,12 +452,12 @@ class HubRequests:
             raise self.changed(file, "has another size now", f"{size} bytes", f"{file.size} bytes")
         got = stated.get("x-linked-etag", "").removeprefix("W/").strip('"')
         if file.sha256 and SHA256.fullmatch(got) and got != file.sha256:
-            raise self.changed(file, "has another content now", f"sha256 {got}", f"sha256 {file.sha256}")
+            raise self.changed(file, "has other content now", f"sha256 {got}", f"sha256 {file.sha256}")
 
     def _checked_target(self, url: str, location: str) -> str:
         target = _joined(url, location)
         if not _is_web(target):
-            raise self.strange("the endpoint names an address that is not one of the web")
+            raise self.strange("the endpoint names an address that is not a web address")
         if target.startswith("http:") and self._is_encrypted:
             raise self.strange("the endpoint redirects to an address without encryption")
         return target
@@ -466,7 +466,7 @@ class HubRequests:
         """Check that the body is the range that was asked for."""
         file, headers = piece.file, response.headers
         if headers.get("content-encoding", "identity") != "identity":
-            raise self._unfit(response, file, "the data is compressed, which was not asked for")
+            raise self._unfit(response, file, "the data is compressed, although this was not requested")
         length = _stated_number(response, "content-length")
         if response.status_code == 206:
             stated = _CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
@@ -474,7 +474,7 @@ class HubRequests:
             if stated and stated[3] not in ("*", str(file.size)):
                 raise self.changed(file, "has another size now", f"{stated[3]} bytes", f"{file.size} bytes")
             if not stated or (int(stated[1]), int(stated[2])) != wanted:
-                raise self._unfit(response, file, "the answer is another range than was asked for")
+                raise self._unfit(response, file, "the answer has another range than the one requested")
             if length is not None and length != piece.length:
                 raise self._unfit(response, file, "the answer has another length than its range")
             return
@@ -482,10 +482,10 @@ class HubRequests:
             # The file in full, of which only the start is taken.
             return
         if _is_page(response) and length != file.size:
-            raise self._unfit(response, file, "the answer is an HTML page in place of the data")
+            raise self._unfit(response, file, "the answer is an HTML page instead of the data")
         if length is not None and length != file.size:
             raise self.changed(file, "has another size now", f"{length} bytes", f"{file.size} bytes")
-        raise self._unfit(response, file, "the server ignores ranges, and would send the file from its start")
+        raise self._unfit(response, file, "the server ignores ranges, and would send the file from the start")
 
     def _check_elsewhere(self, response: Any, url: str, file: StoredFile) -> None:
         """Check the status of an answer from where the endpoint sent the request."""
@@ -495,7 +495,7 @@ class HubRequests:
                 codes.IO,
                 f"{_host(url)}, to which the hub redirects, answers with status {response.status_code}",
                 file=self._named(file),
-                help="check that proxies and firewalls let it through, and the clock of this host",
+                help="check that proxies and firewalls allow it, and check the clock of this host",
             )
 
     def _check_passing(self, response: Any, url: str) -> None:
@@ -524,18 +524,18 @@ class HubRequests:
                 codes.PERMISSION,
                 "the repository is gated, and access to it was not granted to this user",
                 file=self._address.text,
-                help=f"ask for access at {page}, and log in",
+                help=f"request access at {page}, and log in",
                 run=[_LOG_IN],
             )
         if response.headers.get("x-error-message", "").startswith("Invalid credentials"):
-            raise self._denied("the hub refuses the token: it is not valid")
+            raise self._denied("the hub rejects the token as invalid")
         if reason == "RepoNotFound" or (status == 401 and not reason):
             raise FastshardError.of(
                 codes.NO_SUCH_PATH,
                 f"{_host(page)} has no repository {self._address.repository}, or it is private and this user "
                 "has no access",
                 file=self._address.text,
-                help="check its spelling; for a private repository log in",
+                help="check the spelling; for a private repository, log in",
                 run=[_LOG_IN],
             )
         if status in (401, 403, 451):
@@ -545,23 +545,23 @@ class HubRequests:
                 codes.NO_SUCH_PATH,
                 f"the repository has no revision {self._address.revision}",
                 file=self._address.text,
-                help="check the branch, tag or commit; slashes of a branch are written as %2F",
+                help="check the branch, tag or commit; write slashes of a branch as %2F",
             )
         if status == 404:
             if file and reason == "EntryNotFound":
-                raise self.changed(file, "is missing in the repository now")
+                raise self.changed(file, "is no longer in the repository")
             if reason == "EntryNotFound":
                 raise FastshardError.of(
                     codes.NO_SUCH_PATH,
                     "the repository has no files at this path and commit",
                     file=self._address.text,
-                    help="check the folder and the revision",
+                    help="check the directory and the revision",
                 )
             raise FastshardError.of(
                 codes.SOURCE_CHANGED,
-                "the commit vanished from the repository",
+                "the commit is no longer in the repository",
                 file=self._named(file) if file else self._address.text,
-                help="run again: the revision is resolved anew",
+                help="run the command again: the revision is then resolved again",
             )
         if status == 416 and file:
             raise self.changed(file, "is shorter now")
@@ -575,15 +575,15 @@ class HubRequests:
             codes.IO,
             f"{_host(self._endpoint)} does not answer as a hub: {what}",
             file=self._named(file) if file else self._address.text,
-            help="check HF_ENDPOINT, and whether a proxy answers in its place",
+            help="check HF_ENDPOINT, and whether a proxy answers instead of the hub",
         )
 
     def _unfit(self, response: Any, file: StoredFile, what: str) -> FastshardError:
         return FastshardError.of(
             codes.IO,
-            f"{response.url.host} does not send the data that was asked for: {what}",
+            f"{response.url.host} does not send the requested data: {what}",
             file=self._named(file),
-            help="check HF_ENDPOINT, and whether a proxy answers in the place of the hub",
+            help="check HF_ENDPOINT, and whether a proxy answers instead of the hub",
         )
 
     def changed(
@@ -596,7 +596,7 @@ class HubRequests:
             file=self._named(file),
             expected=expected,
             got=got,
-            help="run again: the revision is resolved anew",
+            help="run the command again: the revision is then resolved again",
         )
 
     def _denied(self, what: str) -> FastshardError:
@@ -611,9 +611,9 @@ class HubRequests:
     def _offline(self) -> FastshardError:
         return FastshardError.of(
             codes.IO,
-            "HF_HUB_OFFLINE is set, and the hub has to be asked for the commit and its files",
+            "HF_HUB_OFFLINE is set, but the hub must be asked for the commit and its files",
             file=self._address.text,
-            help="unset HF_HUB_OFFLINE, or pass the folder of a finished download",
+            help="unset HF_HUB_OFFLINE, or pass the directory of a finished download",
         )
 
     def _named(self, file: StoredFile) -> str:
@@ -627,8 +627,8 @@ class HubRequests:
         if isinstance(error, (library.ConnectError, library.ConnectTimeout, library.ProxyError)):
             return _Retry(f"{_host(url)} cannot be reached", is_connecting=True)
         if isinstance(error, library.TimeoutException):
-            return _Retry(f"{_host(url)} is silent")
-        return _Retry(f"{_host(url)} broke off the connection")
+            return _Retry(f"{_host(url)} does not answer")
+        return _Retry(f"{_host(url)} closed the connection")
 
 
 def _check_installed(address: HubAddress) -> None:
@@ -643,9 +643,9 @@ def _check_installed(address: HubAddress) -> None:
     if what:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"{what}, and repositories of the hub are read with it",
+            f"{what}, and fastshard needs it to read repositories of the hub",
             file=address.text,
-            help=f"install the extra, pip install 'fastshard[cloud]', or what it needs: {install('cloud')}",
+            help=f"install the extra, pip install 'fastshard[cloud]', or the packages: {install('cloud')}",
         )
 
 
@@ -657,7 +657,7 @@ def _checked_endpoint(given: str | None) -> str:
     if not _is_web(endpoint) or "@" in endpoint or "?" in endpoint:
         raise FastshardError.of(
             codes.USAGE,
-            "HF_ENDPOINT is no address of a hub",
+            "HF_ENDPOINT is not the address of a hub",
             expected="https://HOST, without a user or a query",
             help="set HF_ENDPOINT to the address of the hub, or unset it",
         )

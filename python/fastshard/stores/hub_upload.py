@@ -105,7 +105,7 @@ def parse_target(address: str, branch: str | None) -> HubAddress:
         if is_named and parts.revision != branch:
             raise FastshardError.of(
                 codes.USAGE,
-                "the address and --hf-branch name two branches",
+                "the address and --hf-branch name different branches",
                 file=parts.text,
                 expected=parts.revision,
                 got=branch,
@@ -114,7 +114,7 @@ def parse_target(address: str, branch: str | None) -> HubAddress:
         if not branch or any(ord(letter) <= 32 or ord(letter) == 127 for letter in branch):
             raise FastshardError.of(
                 codes.USAGE,
-                "the branch is empty or holds a blank",
+                "the branch is empty or contains a space",
                 file=parts.text,
                 help="name a branch",
                 run=["--hf-branch BRANCH"],
@@ -131,7 +131,7 @@ def parse_target(address: str, branch: str | None) -> HubAddress:
 def _not_a_branch(parts: HubAddress, kind: str) -> FastshardError:
     return FastshardError.of(
         codes.UNSUPPORTED,
-        f"{parts.revision} is {kind}, and a result is a commit of a branch",
+        f"{parts.revision} is {kind}, and a result must be a commit on a branch",
         file=parts.text,
         help="name a branch after the @, or leave it out for main; --hf-pr opens a pull request",
     )
@@ -182,12 +182,12 @@ class HubUpload:
         self._has_begun = False
         self._staged: Path | None = None
         if self._hub.find_token() is None:
-            raise self._refuse_token("publishing on the hub needs a token, and there is none")
+            raise self._refuse_token("publishing on the hub needs a token, and none was found")
         refs = self._list_refs()
         self._requests_before = refs["pullRequests"]
         self._parent, self._is_new = self._find_parent(refs)
         if self._hub.find_role() == "read":
-            raise self._refuse_token("the token of this user may only read")
+            raise self._refuse_token("this user's token can only read")
         self._folder = f"{self._parts.path}/" if self._parts.path else ""
         #: Entries of all files before the work, by path in the repository.
         self._before = self._list_files(self._parent)
@@ -218,10 +218,10 @@ class HubUpload:
             if is_same and (one.startswith(other) or other.startswith(one)):
                 raise FastshardError.of(
                     codes.OUT_INSIDE_SOURCE,
-                    "the destination and the source lie in one another",
+                    "the destination and the source overlap",
                     file=self.address,
-                    expected=f"a folder apart from {text}",
-                    help="choose another folder, branch or repository",
+                    expected=f"a directory outside {text}",
+                    help="choose another directory, branch or repository",
                 )
 
     def list_outcome(self) -> list[Finding]:
@@ -253,7 +253,7 @@ class HubUpload:
                 f"the hub has no repository {self._parts.repository}, or it is private and the token has no "
                 "access",
                 file=self.address,
-                help="check its spelling and the token; create the repository if it is missing",
+                help="check the spelling and the token; create the repository if it does not exist",
                 run=[f"hf repos create {shlex.quote(self._parts.repository)} --private"],
             )
         raise missing
@@ -290,20 +290,20 @@ class HubUpload:
         path = self._parts.path
         above = {"/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 2)} - {""}
         if is_file := sorted(above & self._before.keys()):
-            raise self._refuse_occupied(f"{is_file[0]} is a file", "choose another folder")
+            raise self._refuse_occupied(f"{is_file[0]} is a file", "choose another directory")
         here = {one for one in self._before if one.startswith(self._folder)}
         others = {one for one in here if not _STAYS.fullmatch(one.rpartition("/")[2])}
         if not others:
             return set()
         manifest = self._folder + self._manifest
         if not overwrite:
-            help_ = "choose another repository, branch or folder"
+            help_ = "choose another repository, branch or directory"
             if manifest in here:
-                help_ = "choose another repository, branch or folder, or replace the older result"
+                help_ = "choose another repository, branch or directory, or replace the older result"
             raise self._refuse_occupied(
                 _list_some(others), help_, ["--overwrite"] if manifest in here else []
             )
-        help_ = "choose another repository, branch or folder: only a result of fastshard is replaced"
+        help_ = "choose another repository, branch or directory: fastshard replaces only its own results"
         if manifest not in here:
             raise self._refuse_occupied(_list_some(others), help_)
         named = {self._folder + one for one in self._read_names(manifest)} | {manifest}
@@ -348,7 +348,7 @@ class HubUpload:
                 codes.BAD_MANIFEST,
                 "not a fastshard manifest",
                 file=about,
-                help="choose another repository, branch or folder",
+                help="choose another repository, branch or directory",
             )
         return names
 
@@ -367,7 +367,7 @@ class HubUpload:
 
             token = self._hub.find_token()
             if token is None:
-                raise self._refuse_token("the token of this user is gone")
+                raise self._refuse_token("this user's token no longer exists")
             api = HfApi(
                 endpoint=self._hub.endpoint,
                 token=token,
@@ -425,7 +425,7 @@ class HubUpload:
         if ignored:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "the .gitignore of the repository leaves out files of the result",
+                "the repository's .gitignore excludes files of the result",
                 file=self.address,
                 got=_list_some(ignored),
                 help="correct .gitignore, or choose another repository",
@@ -483,7 +483,7 @@ class HubUpload:
             except FastshardError as error:
                 raise FastshardError.of(
                     codes.IO,
-                    f"{failure.error.findings[0].message}, and whether it has made the commit is unknown",
+                    f"{failure.error.findings[0].message}, and whether it made the commit is unknown",
                     file=self.address,
                     got=error.findings[0].message,
                     help="look at the commits of the repository first",
@@ -527,7 +527,7 @@ class HubUpload:
             except FastshardError as error:
                 return [
                     error.findings[0].replace(
-                        message=f"the commit is made, and cannot be compared: {error.findings[0].message}",
+                        message=f"the commit was made, but cannot be compared: {error.findings[0].message}",
                         file=self._name_commit(commit),
                         help="compare it later",
                         run=[f"fastshard verify {shlex.quote(self._name_commit(commit))}"],
@@ -549,15 +549,18 @@ class HubUpload:
                 found.append((path, "is missing in the commit"))
             elif file is not None:
                 if not file.is_listed_as(entry):
-                    found.append((path, "has another content in the commit than was uploaded"))
+                    found.append((path, "has other content in the commit than was uploaded"))
             elif old is None:
-                found.append((path, "is in the commit, and was not uploaded"))
+                found.append((path, "is in the commit, but was not uploaded"))
             elif entry["oid"] != old["oid"]:
-                found.append((path, "was changed by the commit, and not uploaded"))
+                found.append((path, "was changed by the commit, but not uploaded"))
         where = f"hf://{self._parts.repository}@{commit}"
-        help_, run = "revert the commit in a git clone of the repository; it is made already", commit
+        help_, run = (
+            "revert the commit in a git clone of the repository, because it has already been made",
+            commit,
+        )
         if self._is_pull_request:
-            help_, run = "ignore the pull request and close it; its commit is made already", ""
+            help_, run = "ignore the pull request and close it, because its commit has already been made", ""
         return [
             Finding.of(
                 codes.WRITTEN_DIFFERS,
@@ -603,15 +606,15 @@ class HubUpload:
     def _without_resume(self, finding: Finding) -> Finding:
         run = [line for line in finding.run if "--resume" not in line]
         if finding.code == codes.INTERRUPTED:
-            help_ = "run it again; nothing is left of this run"
+            help_ = "run the command again; this run left nothing behind"
             return finding.replace(file=self.address, help=help_, run=run)
         return finding.replace(run=run)
 
     def _describe_kept(self, folder: Path) -> Finding:
-        doubt = "; the hub may have made the commit already" if self._has_begun else ""
+        doubt = "; the hub may already have made the commit" if self._has_begun else ""
         return Finding.of(
             codes.INTERRUPTED,
-            f"stopped before the result was compared on the hub{doubt}",
+            f"stopped before the result on the hub was compared{doubt}",
             file=self._name_commit(self._new_commit) if self._new_commit else self.address,
             help=f"run the command, or remove the complete result, which is kept in {folder}"
             if not doubt
@@ -691,16 +694,16 @@ class HubUpload:
         if status is None:
             what = f"the upload ended with {type(causes[-1]).__name__}"
             if any(isinstance(cause, library.TimeoutException) for cause in causes):
-                what = "the hub is silent"
+                what = "the hub does not answer"
             elif any(isinstance(cause, (library.HTTPError, OSError)) for cause in causes):
-                what = "the connection to the hub broke off"
-            help_ = "check the network, and run again later"
+                what = "the connection to the hub was closed"
+            help_ = "check the network, and run the command again later"
             if "README.md" in str(error) and isinstance(error, ValueError):
-                what, help_ = "the hub refuses the metadata of README.md", "correct the card's metadata"
+                what, help_ = "the hub rejects the metadata of README.md", "correct the card's metadata"
             return _Failure(self._make_error(codes.IO, what, help_), None)
         code, what, help_ = _ANSWERS.get(status, (codes.IO, "the hub answers", "run again later"))
         if reason == "GatedRepo":
-            what, help_ = "the repository is gated, and access was not granted", "ask for access on its page"
+            what, help_ = "the repository is gated, and access was not granted", "request access on its page"
         return _Failure(self._make_error(code, f"{what} (status {status})", help_), status)
 
     def _make_error(self, code: str, what: str, help_: str) -> FastshardError:
@@ -710,21 +713,21 @@ class HubUpload:
 
 #: What the hub's refusals mean: the code, what happened, and what to do.
 _ANSWERS = {
-    400: (codes.IO, "the hub refuses the upload", "check the repository's settings"),
-    401: (codes.PERMISSION, "the hub refuses the token", "log in again with `hf auth login`"),
+    400: (codes.IO, "the hub rejects the upload", "check the repository's settings"),
+    401: (codes.PERMISSION, "the hub rejects the token", "log in again with `hf auth login`"),
     403: (
         codes.PERMISSION,
         "the hub does not let this token write to the repository",
-        "use a token that may write to it, as https://huggingface.co/settings/tokens makes them",
+        "use a token that may write to it; create one at https://huggingface.co/settings/tokens",
     ),
-    404: (codes.NO_SUCH_PATH, "the repository or the branch is gone", "check it on the hub"),
+    404: (codes.NO_SUCH_PATH, "the repository or the branch no longer exists", "check it on the hub"),
     409: (
         codes.PUBLISH_CONFLICT,
-        "the branch has moved while the result was written",
-        "look at what the branch has now, then run again",
+        "the branch moved while the result was written",
+        "look at the branch, then run the command again",
     ),
     413: (codes.IO, "a file is too large for the hub", "lower --max-shard-size, and run again"),
-    429: (codes.IO, "the hub limits the requests of this user", "wait some minutes"),
+    429: (codes.IO, "the hub limits this user's requests", "wait some minutes"),
 }
 _ANSWERS[412] = _ANSWERS[409]
 

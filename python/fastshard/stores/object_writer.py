@@ -46,10 +46,10 @@ class WritableObjectStore(ObjectStore):
         if self._at.is_web:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "results are not written to web servers",
+                "fastshard cannot write results to web servers",
                 file=self.address,
                 expected="s3://BUCKET/PREFIX or gs://BUCKET/PREFIX",
-                help="write the result here, then copy the folder; fastshard.manifest.json goes along",
+                help="write the result here, then copy the directory with its fastshard.manifest.json",
             )
         self._is_file = False
         self._uploads = ObjectStore(address, options, deadline=upload_deadline)._store

@@ -176,9 +176,9 @@ class ObjectStore:
         if alone is not None and found and alone.size:
             raise _error(
                 codes.UNSUPPORTED,
-                "is both a file and a folder",
+                "is both a file and a directory",
                 file=self.address,
-                help="choose one: end the address in / for the folder",
+                help="choose one: end the address with / for the directory",
             )
         self._is_file = alone is not None and not found
         if self._is_file and alone is not None:
@@ -327,14 +327,14 @@ class ObjectStore:
             path = self._path_of(meta["path"])
             other = objects.get(path)
             if other is not None and other["size"] and meta["size"]:
-                raise self._unusable(meta["path"], "two objects have it, one with a slash at its end")
+                raise self._unusable(meta["path"], "two objects have this name, one with a slash at the end")
             if other is None or meta["size"]:
                 objects[path] = meta
         folders = {path[:at] for path in objects for at, character in enumerate(path) if character == "/"}
         markers = self._find_markers([path for path, meta in objects.items() if not meta["size"]], folders)
         for path, meta in objects.items():
             if path in folders and path not in markers:
-                raise self._unusable(meta["path"], "it is both a file and a folder")
+                raise self._unusable(meta["path"], "it is both a file and a directory")
         return [
             self._as_file(objects[path], path, f"{self.address}/{path}")
             for path in sorted(objects)
@@ -354,7 +354,7 @@ class ObjectStore:
                         f"has more than {MOST_FILES} objects",
                         file=self.address,
                         expected=f"at most {MOST_FILES}",
-                        help="name a narrower prefix: the folder of one checkpoint",
+                        help="name a narrower prefix: the directory of one checkpoint",
                     )
             return found
 
@@ -424,11 +424,11 @@ class ObjectStore:
         if kind.startswith("text/html") and not self._at.key.endswith((".html", ".htm")):
             raise _error(
                 codes.IO,
-                "is a page, not data",
+                "is a web page, not data",
                 file=self.address,
                 expected="a file",
                 got="text/html",
-                help="check the address in a browser: pass that of the file itself",
+                help="check the address in a browser: pass the address of the file itself",
             )
         return self._as_file(meta, self._at.key, self.address)
 
@@ -457,10 +457,10 @@ class ObjectStore:
         if 300 <= status < 400:
             raise _error(
                 codes.UNSUPPORTED,
-                "redirects, and the query of the address would go to another server",
+                "redirects, and the query of the address would be sent to another server",
                 file=self.address,
                 got=f"status {status}",
-                help="pass the address that it redirects to, or leave the query out",
+                help="pass the address that it redirects to, or leave out the query",
             )
         self._is_query_safe = True
 
@@ -486,7 +486,7 @@ class ObjectStore:
             return f"modified {meta['last_modified'].isoformat()}"
         raise _error(
             codes.UNSUPPORTED,
-            "has neither an ETag nor a time of change, so a replaced file would go unnoticed",
+            "has neither an ETag nor a modification time, so a replaced file would go unnoticed",
             file=address,
             help="copy the file, and pass the copy",
         )
@@ -548,11 +548,11 @@ class ObjectStore:
                 return
             raise _error(
                 codes.IO,
-                "came with another length than was asked for",
+                "has another length than requested",
                 file=about,
                 expected=f"{length} bytes from {offset}",
                 got=f"{count} bytes",
-                help="check the server, and any proxy before it",
+                help="check the server, and any proxy in front of it",
             )
         raise changed
 
@@ -563,7 +563,7 @@ class ObjectStore:
             codes.SOURCE_CHANGED,
             "is no longer the file that was listed",
             file=about,
-            help="wait until the save has finished, and run again",
+            help="wait until the save has finished, and run the command again",
             expected=f"{file.size} bytes, {file.identity}",
             got=got,
         )
@@ -579,7 +579,7 @@ class ObjectStore:
     def _unusable(self, key: str, reason: str) -> FastshardError:
         return _error(
             codes.UNSUPPORTED,
-            f"key {key!a} cannot be the name of a file here: {reason}",
+            f"key {key!a} cannot be a file name here: {reason}",
             file=self.address,
             help="rename the object, or name a narrower prefix",
         )
@@ -612,7 +612,7 @@ class ObjectStore:
                 _quoted_path(text), "a part of it is empty, . or .., or has a control character"
             )
         if isinstance(error, kinds.PreconditionError):
-            return of(codes.SOURCE_CHANGED, "changed", "run again", got="status 412")
+            return of(codes.SOURCE_CHANGED, "changed", "run the command again", got="status 412")
         if ASKED_FOR_CREDENTIALS.search(text):
             return of(
                 codes.PERMISSION,
@@ -628,7 +628,7 @@ class ObjectStore:
             )
             return of(
                 codes.PERMISSION,
-                "is in another region than the one asked",
+                "is in another region than the one requested",
                 f"set AWS_REGION={region}" if region else "set AWS_REGION to the region of the bucket",
                 got=got,
                 expected=region,
@@ -642,24 +642,24 @@ class ObjectStore:
                 f"is refused by {at.service}",
                 f"check that these credentials may {rights}"
                 if not at.is_web
-                else "check the address: a signed one may have expired",
-                got=got or "no right to read",
+                else "check the address: a signed address may have expired",
+                got=got or "no permission to read",
             )
         if status == 404:
             what = "does not exist" if code != "NoSuchBucket" else "is in a bucket that does not exist"
             return of(codes.NO_SUCH_PATH, what, "check the bucket and the path", got=got)
         if status in (412, 416):
-            return of(codes.IO, "has no such range", "run again", got=f"status {status}")
+            return of(codes.IO, "has no such range", "run the command again", got=f"status {status}")
         if status is not None and 300 <= status < 400:
             return of(
                 codes.IO,
-                "redirects to an address that is not followed",
+                "redirects to an address that fastshard does not follow",
                 "pass the address that it redirects to",
                 got=got,
             )
         if status is not None:
             help = (
-                "wait, and run again"
+                "wait, and run the command again"
                 if status >= 500 or status == 429
                 else "check the address and the endpoint"
             )
@@ -667,8 +667,9 @@ class ObjectStore:
         if "NotPartial" in text or isinstance(error, kinds.NotSupportedError):
             return of(
                 codes.IO,
-                "came with status 200, as a complete file or a page, where a range was asked for",
-                "check the address; a server or proxy that ignores ranges cannot be read, so copy the file",
+                "was sent with status 200, as a complete file or a page, although a range was requested",
+                "check the address; fastshard cannot read from a server or proxy that ignores ranges, so "
+                "copy the file",
                 expected="a range of bytes (status 206)",
                 got="status 200",
             )
@@ -677,15 +678,15 @@ class ObjectStore:
             first, last, other_first, other_last = between.groups()
             return of(
                 codes.IO,
-                "came as another range than was asked for",
-                "check the server, and any proxy before it",
+                "was sent with another range than the one requested",
+                "check the server, and any proxy in front of it",
                 expected=f"bytes {first} to {last}",
                 got=f"bytes {other_first} to {other_last}",
             )
         if "BadScheme" in text and (self._allows_http or not re.search(r"performing [A-Z]+ http://", text)):
             return of(
                 codes.IO,
-                "redirects to an address that is not followed",
+                "redirects to an address that fastshard does not follow",
                 "pass the address that it redirects to",
             )
         if "BadScheme" in text:
@@ -697,8 +698,8 @@ class ObjectStore:
         if "kind: Timeout" in text or "TimedOut" in text:
             return of(
                 codes.IO,
-                f"did not come within {self._deadline:g} seconds",
-                "check the network and the endpoint, and run again",
+                f"did not arrive within {self._deadline:g} seconds",
+                "check the network and the endpoint, and run the command again",
             )
         if "kind: Connect," in text:
             return of(
@@ -709,26 +710,31 @@ class ObjectStore:
         if "InvalidListResponse" in text:
             return of(
                 codes.IO,
-                f"has no list of files: the answer is not one of {at.service}",
-                "check the endpoint: a page of a proxy may have come",
+                f"has no list of files: the answer is not from {at.service}",
+                "check the endpoint: the answer may be the page of a proxy",
             )
         if "kind: Interrupted" in text or "response body error" in text:
             return of(
                 codes.IO,
-                f"broke off while it was {done}, each time",
-                "check the network, and run again",
+                f"was interrupted while it was {done}, each time",
+                "check the network, and run the command again",
             )
         kind = _word(r"kind: (\w{1,32})", text) or type(error).__name__
         where = "read from" if done == "read" else "written to"
-        return of(codes.IO, f"cannot be {where} {at.service}", "check the network and run again", got=kind)
+        return of(
+            codes.IO,
+            f"cannot be {where} {at.service}",
+            "check the network and run the command again",
+            got=kind,
+        )
 
     def _credentials_help(self) -> str:
         if self._at.scheme == "gs":
             return "set GOOGLE_APPLICATION_CREDENTIALS; for a public bucket pass skip_signature=true"
         if "AWS_PROFILE" in os.environ:
             return (
-                "run `aws configure export-credentials --format env` and set what it prints: "
-                "profiles (AWS_PROFILE) are not read"
+                "run `aws configure export-credentials --format env` and set the variables that it prints: "
+                "fastshard does not read profiles (AWS_PROFILE)"
             )
         return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket AWS_SKIP_SIGNATURE=true"
 
@@ -770,7 +776,7 @@ def _parse_bucket(scheme: str, rest: str) -> _Address:
         # It is not shown: before an @ stand credentials.
         raise _error(
             codes.USAGE,
-            f"the {scheme}:// address has no valid name of a bucket",
+            f"the {scheme}:// address has no valid bucket name",
             expected=f"{scheme}://BUCKET/PREFIX",
             help="pass credentials in the environment, and the endpoint in AWS_ENDPOINT_URL",
         )
@@ -797,8 +803,8 @@ def _parse_web(scheme: str, address: str) -> _Address:
     if "@" in split.netloc:
         raise _error(
             codes.USAGE,
-            f"the {scheme}:// address of {host!a} holds a user name or a password",
-            help="pass an address without them: they are not supported",
+            f"the {scheme}:// address of {host!a} contains a user name or a password",
+            help="pass an address without them: fastshard does not support them",
         )
     shown = f"{scheme}://{split.netloc}{split.path}"
     name = unquote(split.path.rpartition("/")[2])
@@ -807,7 +813,7 @@ def _parse_web(scheme: str, address: str) -> _Address:
         raise _error(
             codes.USAGE,
             f"{shown!a} does not name a file: {reason}",
-            help="pass the address of one file; folders of web servers cannot be listed",
+            help="pass the address of one file; directories of web servers cannot be listed",
         )
     full = shown + (f"?{split.query}" if split.query else "")
     return _Address(scheme, "", name, False, shown, full)

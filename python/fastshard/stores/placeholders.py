@@ -109,7 +109,8 @@ def note_unseen(roots: Iterable[StoredRoot]) -> list[Finding]:
     return [
         Finding.of(
             codes.NOT_PROVABLE,
-            "the store does not list the files beside it, which would show whether it is a part of a model",
+            "the store does not list the files next to this one, which would show whether it is a part of a "
+            "model",
             severity="note",
             file=root.unseen,
             unnoticed="a file that is one rank's part of a model",
@@ -204,7 +205,7 @@ def _refuse_unfinished_above(scheme: str, address: str, options: Mapping[str, st
 def _unfinished(address: str, claim: Claim) -> FastshardError:
     return FastshardError.of(
         codes.LEFTOVER_RUN,
-        "the result is not complete: a run is writing it, or was interrupted",
+        "the result is not complete: a run is still writing it, or was interrupted",
         file=address,
         expected=claim.last,
         help="wait until the run has ended, or continue it with --resume",
@@ -253,9 +254,9 @@ def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: 
     except OSError as error:
         raise FastshardError.of(
             codes.IO,
-            f"the placeholders of a store's files cannot be made: {error.strerror}",
+            f"the placeholders for a store's files cannot be created: {error.strerror}",
             file=tempfile.gettempdir(),
-            help="set TMPDIR to a folder that you may write to; they take no space",
+            help="set TMPDIR to a directory that you may write to; placeholders take no space",
         ) from None
     limit = memory_budget.get_limit()
     room = memory_budget.STORE_ROOM
@@ -351,7 +352,7 @@ def _reader(
                     codes.IO,
                     f"the store's reader failed: {type(error).__name__}",
                     file=file.path,
-                    help="run again; if it fails again, copy the checkpoint here",
+                    help="run the command again; if it fails again, copy the checkpoint here",
                 )
             ]
 

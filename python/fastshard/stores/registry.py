@@ -43,7 +43,7 @@ def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
         near = nearest(scheme, _READ)
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"no store here is read by addresses of {scheme}://",
+            f"fastshard cannot read addresses of {scheme}://",
             file=address,
             expected=", ".join(f"{known}://" for known in _READ),
             help=f"did you mean {near}://" if near else "copy the checkpoint here, or mount the store",
@@ -70,10 +70,10 @@ def open_writable_store(scheme: str, address: str, options: Mapping[str, str]) -
     if scheme not in _WRITTEN:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"results are not written to addresses of {scheme}://",
+            f"fastshard cannot write results to addresses of {scheme}://",
             file=address,
             expected=", ".join(f"{known}://" for known in _WRITTEN),
-            help="write the result here, then copy the folder; fastshard.manifest.json goes along",
+            help="write the result here, then copy the directory with its fastshard.manifest.json",
         )
     from .object_writer import WritableObjectStore
 

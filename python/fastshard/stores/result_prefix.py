@@ -295,7 +295,7 @@ class ResultPrefix:
                 file=self.address,
                 expected="no objects",
                 got=f"{others[0]} and {len(others) - 1} more" if others[1:] else others[0],
-                help="choose another prefix: a result in a store is not replaced",
+                help="choose another prefix: fastshard does not replace a result in a store",
             )
 
     def _begin(self, claim: Claim, unconditional: bool) -> Lease:
@@ -332,8 +332,8 @@ class ResultPrefix:
         if not unconditional:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "the store overwrites an object that was to be put only where there is none: two runs could "
-                "publish here at the same time",
+                "the store overwrites an object although the write required that none exists: two runs "
+                "could publish here at the same time",
                 file=self.address,
                 expected="a store that honours If-None-Match",
                 help="make sure that nothing else writes here, and accept it",
@@ -342,8 +342,8 @@ class ResultPrefix:
         self.findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                "the store does not honour conditions: whether another run wrote to the prefix at the same "
-                "time cannot be checked",
+                "the store ignores conditional writes, so fastshard cannot check whether another run wrote "
+                "to the prefix at the same time",
                 severity="warning",
                 file=self.address,
                 unnoticed="a second run that wrote to the same prefix",
@@ -371,7 +371,7 @@ class ResultPrefix:
                 file=self.address,
                 help="continue it, or remove what it left behind"
                 if is_same
-                else "wait until it has ended, then clean the destination",
+                else "wait until the run has ended, then clean the destination",
                 run=[*(["--resume"] if is_same else []), clean],
             )
         if not dead:
@@ -381,9 +381,9 @@ class ResultPrefix:
         if stray:
             raise FastshardError.of(
                 codes.OUT_EXISTS,
-                "an object is there that the interrupted run did not write",
+                "the prefix has an object that the interrupted run did not write",
                 file=f"{self.address}/{stray[0]}",
-                help="move it away, then continue the run",
+                help="move the object away, then continue the run",
                 run=["--resume"],
             )
         try:
@@ -431,7 +431,7 @@ class ResultPrefix:
     def _locked(self, process: str) -> FastshardError:
         return FastshardError.of(
             codes.LOCKED,
-            f"another run is at work here: {process}",
+            f"another run is working here: {process}",
             file=self.address,
             help="wait until it has ended",
         )
@@ -471,19 +471,19 @@ class ResultPrefix:
                     codes.OUT_EXISTS if path == CLAIM else codes.PUBLISH_CONFLICT,
                     "another run has claimed the destination"
                     if path == CLAIM
-                    else "an object has appeared under a name of the result",
+                    else "an object appeared under a name of the result",
                     file=f"{self.address}/{path}",
                     help="choose another prefix, or wait until the other run has ended",
                 )
         if failed is not None and path != CLAIM:
             failed = FastshardError.of(
                 codes.IO,
-                "the store gave no answer: whether the object is there is not known",
+                "the store did not answer, so it is unknown whether the object exists",
                 file=f"{self.address}/{path}",
-                help="continue the run, which finds out",
+                help="continue the run, which checks this",
                 run=["--resume"],
             )
-        raise failed or self._locked("its claim comes and goes")
+        raise failed or self._locked("its claim appears and disappears")
 
     def _has_appeared(self, name: str, size: int) -> bool:
         """Return True if an object of this size is there; False too if the store does not answer."""
@@ -532,7 +532,7 @@ class ResultPrefix:
             elif identity is not None and file.identity != identity:
                 find(codes.PUBLISH_CONFLICT, "the object was replaced after it was written", name)
         for name in present:
-            find(codes.PUBLISH_CONFLICT, "an object has appeared that this run did not write", name)
+            find(codes.PUBLISH_CONFLICT, "an object appeared that this run did not write", name)
         return findings
 
 

@@ -115,7 +115,7 @@ def positive(request: Request, *options: Option) -> None:
             raise FastshardError.of(codes.USAGE, option.flag, expected="a positive integer", got=shown(value))
         largest = MAX_DEGREE if option.kind == "degree" else MAX_MULTIPLE
         if value > largest:
-            raise FastshardError.of(codes.USAGE, option.flag, expected=f"{largest} at most", got=shown(value))
+            raise FastshardError.of(codes.USAGE, option.flag, expected=f"at most {largest}", got=shown(value))
 
 
 def padded_rows(axes: dict[str, int], multiple: int) -> int:

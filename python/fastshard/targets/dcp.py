@@ -147,13 +147,16 @@ class DcpTarget(Target):
         if request.optimizer:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"optimizer state is not written in the form of {naming_schemes.framework(_SPELLED[to])}",
+                "optimizer state cannot be written in the format of "
+                f"{naming_schemes.framework(_SPELLED[to])}",
                 expected="--to dcp, or --to universal",
                 got=to,
             )
         if request[STACKED_EXPERTS]:
             raise FastshardError.of(
-                codes.USAGE, f"{STACKED_EXPERTS.flag}: {to} has its own form of experts", help="leave it out"
+                codes.USAGE,
+                f"{STACKED_EXPERTS.flag}: {to} stores experts in its own format",
+                help="leave it out",
             )
         whole, spelling = HfTarget.known(source, f"--to {to}"), _SPELLED[to]
         kind = (

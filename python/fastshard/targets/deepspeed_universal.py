@@ -65,7 +65,7 @@ class UniversalTarget(Target):
         if request.is_narrowed:
             raise FastshardError.of(
                 codes.USAGE,
-                "a universal checkpoint is always complete",
+                "a universal checkpoint must be complete",
                 got="--include or --exclude",
                 help="narrow a merge or a conversion to hf instead",
             )
@@ -86,12 +86,12 @@ class UniversalTarget(Target):
     def complete(self, bound: Bound) -> Completed:
         """Return a folder per parameter, the optimizer's common state, and model files without tensors."""
         whole, state = self.whole.complete(bound), bound.state
-        assert state is not None, "asked for when the target was made"
+        assert state is not None, "requested when the target was made"
         if state.step is None or state.groups is None:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "a universal checkpoint needs the optimizer's step and groups, which the source does not "
-                "state",
+                "a universal checkpoint needs the optimizer's step and param groups, which the source does "
+                "not state",
                 help="merge it, which keeps the moments under their own names",
                 run=["fastshard merge CKPT OUT --optimizer"],
             )
@@ -163,8 +163,8 @@ def _one_for_all(state: State) -> list[Finding]:
     if all(given == groups[0] for given in groups):
         return []
     message = (
-        "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them "
-        "in the run that continues; stages 1 and 2 take each group's own"
+        "when ZeRO-3 loads this, it gives all param groups the hyperparameters of the first: set them in "
+        "the run that continues; stages 1 and 2 use those of each group"
     )
     return [Finding.of(codes.IGNORED, message, severity="note")]
 

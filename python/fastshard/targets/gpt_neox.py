@@ -97,10 +97,10 @@ class NeoxTarget(TrainerTarget):
         if pp > 1 and not pipeline:
             raise FastshardError.of(
                 codes.USAGE,
-                "--pp: the sequential form has no pipeline stages",
+                "--pp: the sequential format has no pipeline stages",
                 expected="1",
                 got=str(pp),
-                help="choose the pipeline form",
+                help="choose the pipeline format",
                 run=["--to gpt_neox:pipeline"],
             )
         model = None if isinstance(source.model.dialect, gpt_neox.GptNeoX) else model_of(source, "GPT-NeoX")
@@ -138,7 +138,7 @@ class NeoxTarget(TrainerTarget):
                 if first != last:
                     raise FastshardError.of(
                         codes.UNSUPPORTED,
-                        f"GPT-NeoX has biases on both projections of its {kind}, or on none",
+                        f"GPT-NeoX has biases on both projections of its {kind}, or on neither",
                     )
         # Transformer Engine's modules and old names become GPT-NeoX's own of today.
         facts |= dict.fromkeys(("te_mha", "te_mlp", "te_dense", "te_linear2", "split_gate"), False)
@@ -151,7 +151,7 @@ class NeoxTarget(TrainerTarget):
                     raise FastshardError.of(
                         codes.BAD_VALUE,
                         f"config: {key}",
-                        expected=f"{MAX_MULTIPLE} at most",
+                        expected=f"at most {MAX_MULTIPLE}",
                         got=str(multiple),
                     )
         return cls(source, to, Topology(tp, pp), multiple, facts, model, layout, pipeline)

@@ -104,7 +104,7 @@ class HfTarget(Target):
             raise _changed(told.no_table)
         if told.family is None and told.config is None and source.tree is None:
             raise _unknown()
-        raise FastshardError.of(codes.UNSUPPORTED, f"no Hugging Face layout for {source.called} yet")
+        raise FastshardError.of(codes.UNSUPPORTED, f"there is no Hugging Face layout for {source.called} yet")
 
     @classmethod
     def known(cls, source: Source, what: str) -> HfTarget:
@@ -118,11 +118,11 @@ class HfTarget(Target):
             is_quantised = config_json.quantised_by(whole.source.model.config or {}) is not None
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"{_why(source.model)}: nothing says what its tensors are, as {what} needs",
-                help="give the weights their values"
+                f"{_why(source.model)}: no layout describes the tensors, which {what} needs",
+                help="dequantise the weights"
                 if is_quantised
-                else "merge it, or choose the target hf, which keep its names; or describe the model in a "
-                "table of your own",
+                else "merge it, or choose the target hf: both keep its names; or describe the model in your "
+                "own table",
                 run=["--dtype bf16"]
                 if is_quantised
                 else ["fastshard merge CKPT OUT", "--to hf", "--layout FILE.toml"],
@@ -220,7 +220,7 @@ def _kept(source: Source) -> str:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             f"--vocab-size: {_why(source.model)}, so it is not known which rows are tokens",
-            help="leave it out, or describe the model in a table of your own",
+            help="leave it out, or describe the model in your own table",
             run=["--layout FILE"],
         )
     return ""
@@ -229,8 +229,8 @@ def _kept(source: Source) -> str:
 def _unknown() -> FastshardError:
     return FastshardError.of(
         codes.FACT_UNKNOWN,
-        "unknown model: no config.json is next to or above the checkpoint",
-        help="pass it, or merge, which needs none and keeps the names as they are",
+        "unknown model: there is no config.json next to the checkpoint or above it",
+        help="pass the config, or merge, which needs none and keeps the names",
         run=["--config FILE", "fastshard merge CKPT OUT"],
     )
 
@@ -239,18 +239,17 @@ def _changed(why: str, prefix: str | None = None) -> FastshardError:
     if ".lora_" in why:
         return FastshardError.of(
             codes.UNSUPPORTED,
-            f"{why}: they are not the model's own, so that nothing would load them",
-            help="merge the factors by the adapter_config.json of the run, or merge the checkpoint, which "
-            "keeps the names as they are",
+            f"{why}: no loader would find the model under these names",
+            help="merge the factors with the adapter_config.json of the run, or merge the checkpoint, which "
+            "keeps the names",
             run=["--adapter FILE", "fastshard merge CKPT OUT"],
         )
     return FastshardError.of(
         codes.UNSUPPORTED,
-        f"{why}: they are not the model's own, so that nothing would load them",
-        help="save the model itself (unwrapped, adapters merged), or merge it, which keeps the names as they "
-        "are"
+        f"{why}: no loader would find the model under these names",
+        help="save the model itself (unwrapped, adapters merged), or merge it, which keeps the names"
         if prefix is None
-        else "say where it lies, or merge it, which keeps the names as they are",
+        else "pass the prefix of the model, or merge it, which keeps the names",
         run=[*([] if prefix is None else [f"--prefix {shlex.quote(prefix)}"]), "fastshard merge CKPT OUT"],
     )
 
@@ -262,7 +261,7 @@ def _why(model: Description) -> str:
     if model.headless is not None:
         return f"architectures says {model.headless}"
     if (method := config_json.quantised_by(model.config or {})) is not None:
-        return f"quantization_config ({method}) keeps scales beside the weights (--dtype gives their values)"
+        return f"quantization_config ({method}) keeps scales next to the weights (--dtype dequantises them)"
     return "the names of the model have a separate prefix"
 
 
@@ -276,7 +275,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
         raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
     if (name := _find_foreign_key(source, bound.tensors)) is not None:
         raise _changed(
-            f"the model lies below a trainer's own key ({name})",
+            f"the model is under a trainer's own key ({name})",
             name.partition(".")[0],
         )
 
@@ -285,10 +284,10 @@ def _unproven(source: Source) -> Finding:
     """Return the finding that names stay unchanged and nothing proves them."""
     return Finding.of(
         codes.NOT_PROVABLE,
-        f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are "
-        "the model's",
-        help="compare them with a good checkpoint of the model, a manifest (--expect) or a table of your own "
-        "(--layout)",
+        f"{_why(source.model)}: names and shapes are kept as stored, and no table shows that they match the "
+        "model",
+        help="compare the tensors with a good checkpoint of the model, a manifest (--expect) or your own "
+        "table (--layout)",
         run=["--like GOOD"],
     )
 
@@ -326,9 +325,9 @@ def _special_tokens(
     for key, number in list(special.items()):
         if rows is not None and number >= rows:
             del special[key]
-            why, expected = "is left out: the tokenizer's has no row", f"an id below {rows}"
+            why, expected = "is left out: the tokenizer's value has no row", f"an id below {rows}"
         elif isinstance(config.get(key), int) and config[key] != number:
-            why, expected = "is the tokenizer's", f"{config[key]} by the training config"
+            why, expected = "is set to the tokenizer's value", f"{config[key]}, by the training config"
         else:
             continue
         told = Finding.of(

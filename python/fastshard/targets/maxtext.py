@@ -68,11 +68,11 @@ class MaxTextTarget:
         if optimizer and not source.optimizer.moments_named:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"the optimizer's state of {source.framework} is not converted to MaxText's",
+                f"the optimizer state of {source.framework} cannot be converted to MaxText's",
                 expected="a train state of MaxText or Paxml",
                 got=source.framework,
-                help="leave out --optimizer for the weights alone, or choose a target that holds it "
-                "(universal, dcp)",
+                help="leave out --optimizer to convert only the weights, or choose a target that can hold "
+                "it (universal, dcp)",
                 run=["--to dcp"],
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
@@ -171,7 +171,7 @@ class MaxTextTarget:
                 "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter "
                 "writes them",
                 file=FILE,
-                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) "
+                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral), "
                 "convert with the default",
                 run=["--rope-type default"],
             )
@@ -192,7 +192,7 @@ def scaled_queries(axes: dict[str, int]) -> list[Finding]:
     return [
         Finding.of(
             codes.LOSSY,
-            f"queries are scaled by sqrt({d}) and rounded once: the way back gives other last bits",
+            f"queries are scaled by sqrt({d}) and rounded once: converting back changes their last bits",
             tensor="decoder.layers.self_attention.query.kernel",
             help="compare with a tolerance of one unit in the last place, or with the op applied",
         )
@@ -205,7 +205,7 @@ def _scan(to: str, axis: int | None) -> int | None:
     if to == "maxtext:unscan":
         if axis is not None:
             raise FastshardError.of(
-                codes.USAGE, "--param-scan-axis: layers apart have no such axis", got=str(axis)
+                codes.USAGE, "--param-scan-axis: unstacked layers have no such axis", got=str(axis)
             )
         return None
     axis = _SCAN_AXIS if axis is None else axis
@@ -265,7 +265,7 @@ def _refuse_order(block: maxtext.DecoderBlock, rope_type: str | None) -> None:
     if rope_type is not None and block.has_one_order:
         raise FastshardError.of(
             codes.USAGE,
-            f"--rope-type: {block.says.kind} of MaxText has one order of queries and keys alone",
+            f"--rope-type: {block.says.kind} of MaxText has only one order of queries and keys",
             help="leave it out",
         )
 
@@ -293,10 +293,11 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     if maxtext.is_windowed(family) and target.scan is not None and axes["L"] % 2:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "MaxText scans layers with and without a window two by two, and their number is odd",
-            expected="an even number of layers, or layers apart",
+            "MaxText scans pairs of layers, one with a window and one without, but the number of layers is "
+            "odd",
+            expected="an even number of layers, or unstacked layers",
             got=str(axes["L"]),
-            help="write the layers apart",
+            help="write the layers unstacked",
             run=["--to maxtext:unscan"],
         )
     # Attention over a latent has keys and values for each head.

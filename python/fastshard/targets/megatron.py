@@ -149,17 +149,17 @@ class MegatronTarget(TrainerTarget):
         if is_local and layout == DELTA_TABLE:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"{name} cannot be written: Megatron-LM builds gated delta nets with Transformer Engine only",
+                f"{name} cannot be written: Megatron-LM builds gated delta nets only with Transformer Engine",
                 help="choose the names of Transformer Engine",
                 run=["--to megatron"],
             )
         if is_local and not is_chunked and facts.get("mla") and topology.tp > 1:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "rank files of the local modules, which divide the latents' rows over --tp",
+                "rank files of the local modules would divide the rows of the latents over --tp",
                 expected="--tp 1",
                 got=f"--tp {topology.tp}",
-                help="choose the names of Transformer Engine, or the form that serves all degrees",
+                help="choose the names of Transformer Engine, or the format that works for all degrees",
                 run=["--to megatron:legacy", "--to megatron:torch_dist-local"],
             )
         return cls(
@@ -205,11 +205,11 @@ class MegatronTarget(TrainerTarget):
         if bound.axes["L"] > layers and pp > 1 and not self.is_chunked:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "rank files of several stages with layers that predict further tokens: the last stage has "
-                "a copy of the embedding",
+                "rank files of several pipeline stages cannot hold MTP layers: the last stage needs a copy "
+                "of the embedding",
                 expected="--pp 1",
                 got=f"--pp {pp}",
-                help="choose the form that serves all degrees",
+                help="choose the format that works for all degrees",
                 run=["--to megatron:torch_dist"],
             )
         args, findings = self._args(bound)
@@ -416,10 +416,10 @@ def _check_experts(topology: Topology, request: Request, *, is_mixture: bool, is
     if topology.shares_files and not is_chunked:
         raise FastshardError.of(
             codes.USAGE,
-            f"{ETP.flag}: files of several ranks would have one name, which states only tp and ep",
+            f"{ETP.flag}: files of several ranks would have the same name, which states only tp and ep",
             expected=f"a divisor of --tp {topology.tp}",
             got=str(topology.etp),
-            help="choose another degree, or the form that says where each part belongs",
+            help="choose another degree, or the format that records where each part belongs",
             run=["--to megatron:torch_dist"],
         )
 

@@ -50,7 +50,7 @@ def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
             "---",
             f"# {name or 'Model'}",
             "",
-            "<!-- fastshard drafted this card. Say what the model was trained on, what it is for, and its "
+            "<!-- fastshard drafted this card. State what the model was trained on, what it is for, and its "
             "license. -->",
             "",
             "| | |",

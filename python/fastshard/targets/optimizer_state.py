@@ -82,10 +82,10 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     if known != list(ADAM):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "optimizer state of this kind is not converted",
+            "this kind of optimizer state cannot be converted",
             expected=" and ".join(ADAM),
             got=", ".join(known) or "no moments",
-            help="merge it, which keeps it under its own names",
+            help="merge it, which keeps the state under its own names",
             run=["fastshard merge CKPT OUT --optimizer"],
         )
     slots: dict[str, dict[str, str]] = {}
@@ -147,7 +147,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
             if not all(n is None or isinstance(n, (bool, int, float)) for n in numbers):
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    "a hyperparameter of the optimizer that is no number",
+                    "a hyperparameter of the optimizer is not a number",
                     expected=f"a number for {key}",
                     got=repr(value)[:80],
                     help="leave out --optimizer",
@@ -157,7 +157,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"hyperparameters that a param group does not state: {', '.join(sorted(lacking))}",
+                f"a param group does not state these hyperparameters: {', '.join(sorted(lacking))}",
                 severity="warning",
                 help="set them in the run that continues",
             )
@@ -166,10 +166,11 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                "it is not stated whether weight decay is decoupled: it is taken as in AdamW",
+                "the files do not state whether weight decay is decoupled: fastshard assumes that it is, as "
+                "in AdamW",
                 severity="warning",
-                help="set decoupled_weight_decay to False in the run that continues, for Adam with L2 "
-                "regularisation",
+                help="for Adam with L2 regularisation, set decoupled_weight_decay to False in the run that "
+                "continues",
             )
         )
     moved = {name for group in source.files.assembled if group.slot for name, *_ in group.tensors}
@@ -178,8 +179,8 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(without)} parameters are in the optimizer's groups and have no moments: taken as "
-                "never stepped",
+                f"{len(without)} parameters are in the param groups but have no moments: fastshard treats "
+                "them as never stepped",
                 severity="note",
                 tensor=without[0],
             )
@@ -201,7 +202,7 @@ def _step(source: Source) -> int | None:
     if len(told) > 1:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the optimizer's parameters are at several steps: one step for all is written",
+            "the optimizer's parameters are at several steps, and the target holds a single step",
             expected="one step",
             got=", ".join(f"{step:g}" for step in told[:8]),
             help="merge it, which keeps the moments under their own names",
@@ -223,10 +224,10 @@ def _groups(
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                "the parameter groups (learning rates, weight decay) are not carried over: the files do not "
-                "state which parameters each has",
+                "the param groups (learning rates, weight decay) are not carried over: the files do not "
+                "state which parameters belong to which group",
                 severity="warning",
-                help="set them in the run that continues as the first one did",
+                help="set them in the run that continues, as in the first run",
             )
         )
         return None
@@ -237,11 +238,11 @@ def _groups(
         if len(among) != 1:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "a weight of the target is made of parameters of several groups of the optimizer, or of none",
+                "a weight of the target combines parameters of several param groups, or of none",
                 tensor=weight,
-                expected="parameters of one group",
+                expected="parameters of one param group",
                 got=", ".join(sorted(names)[:4]),
-                help="convert to a layout that keeps these apart, or leave out --optimizer",
+                help="convert to a layout that keeps these parameters separate, or leave out --optimizer",
             )
         members[among[0]].append(weight)
     return [

@@ -104,14 +104,14 @@ class OrbaxTarget(Target):
             if any(place[:n] in taken for n in range(1, len(place))) or "" in place:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    "names of a tree: one is the parent of another, or has an empty part",
+                    "these names cannot form a tree: one is the parent of another, or has an empty part",
                     tensor=name,
-                    help="merge it first, with --exclude for this tensor",
+                    help="merge the checkpoint first, with --exclude for this tensor",
                 )
             if "/" in name and not self.ocdbt:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    "a name with a slash has no place where each array is a folder",
+                    "the name has a slash, which is not possible when each array is a directory",
                     tensor=name,
                     help="write one OCDBT store, without the option for zarr v2",
                 )
@@ -125,11 +125,11 @@ class OrbaxTarget(Target):
             if dtype not in ARRAY_DTYPES:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    "arrays of this dtype are not written",
+                    "arrays of this dtype cannot be written",
                     tensor=name,
                     expected=" | ".join(ARRAY_DTYPES),
                     got=dtype,
-                    help="pass --dtype bf16 to write their values, where their scales are there",
+                    help="pass --dtype bf16 to dequantise them if their scales are present",
                 )
         left = sorted(set(self.keys) - set(dtypes))
         listed = next(
@@ -138,7 +138,7 @@ class OrbaxTarget(Target):
         if left and listed is not None:
             raise FastshardError.of(
                 codes.USAGE,
-                "a tree with lists is always complete: without a part the others would get other places",
+                "a tree with lists must be complete: without one entry the others would move",
                 tensor=listed,
                 got=f"{left[0]} left out",
                 help="leave out --include and --exclude, or merge to safetensors",
@@ -151,10 +151,10 @@ class OrbaxTarget(Target):
             [
                 Finding.of(
                     codes.IGNORED,
-                    f"{len(keys)} random keys are written as the numbers that they hold",
+                    f"{len(keys)} random keys are written as plain numbers",
                     severity="warning",
                     tensor=keys[0],
-                    help="wrap them with jax.random.wrap_key_data when they are restored",
+                    help="wrap them with jax.random.wrap_key_data after restoring",
                 )
             ]
             if keys

@@ -68,4 +68,4 @@ def tree(value: Any) -> Any:
         return {"size": list(value)}
     if isinstance(value, (list, tuple)):
         return {"list" if isinstance(value, list) else "tuple": [tree(v) for v in value]}
-    raise TypeError(f"a {type(value).__name__} in a torch file")
+    raise TypeError(f"cannot write a {type(value).__name__} in a torch file")

@@ -51,7 +51,7 @@ def _load_installed(name: str) -> type[Target]:
     with explain_failure(plugins.TARGETS, name):
         loaded = load_plugin(plugins.TARGETS, name)
         if not (isinstance(loaded, type) and issubclass(loaded, Target)):
-            raise TypeError("it is no Target")
+            raise TypeError("it is not a Target")
         return loaded
 
 
@@ -102,21 +102,22 @@ _ALSO_CALLED = {
     "zero": "universal",
 }
 _TORCH_SAVE = (
-    "files of torch.save are not written; --to hf writes safetensors, --to dcp torch's form for ranks"
+    "fastshard does not write torch.save files; --to hf writes safetensors, --to dcp writes torch's "
+    "distributed format"
 )
 #: What people ask for that is a step further than ``--to hf``, each with that step.
 _AFTER_HF = {
-    "gguf": "llama.cpp's convert_hf_to_gguf.py makes GGUF of what --to hf writes",
-    "llama.cpp": "llama.cpp's convert_hf_to_gguf.py makes GGUF of what --to hf writes",
-    "ollama": "Ollama imports what --to hf writes",
-    "vllm": "vLLM loads what --to hf writes",
-    "sglang": "SGLang loads what --to hf writes",
-    "tgi": "Text Generation Inference loads what --to hf writes",
-    "tensorrt-llm": "TensorRT-LLM reads what --to hf writes",
-    "trtllm": "TensorRT-LLM reads what --to hf writes",
-    "mlx": "mlx_lm.convert reads what --to hf writes",
-    "onnx": "optimum-cli exports what --to hf writes",
-    "hub": "--to hf writes a model of the Hub; OUT may be hf://org/name",
+    "gguf": "llama.cpp's convert_hf_to_gguf.py makes GGUF files from the output of --to hf",
+    "llama.cpp": "llama.cpp's convert_hf_to_gguf.py makes GGUF files from the output of --to hf",
+    "ollama": "Ollama imports the output of --to hf",
+    "vllm": "vLLM loads the output of --to hf",
+    "sglang": "SGLang loads the output of --to hf",
+    "tgi": "Text Generation Inference loads the output of --to hf",
+    "tensorrt-llm": "TensorRT-LLM reads the output of --to hf",
+    "trtllm": "TensorRT-LLM reads the output of --to hf",
+    "mlx": "mlx_lm.convert reads the output of --to hf",
+    "onnx": "optimum-cli exports the output of --to hf",
+    "hub": "--to hf writes a model for the Hub; OUT may be hf://org/name",
     **dict.fromkeys(("pytorch", "torch", "pt", "pth", "bin", "ckpt"), _TORCH_SAVE),
 }
 
@@ -151,7 +152,7 @@ def check(request: Request) -> None:
     if not whole and request.is_narrowed:
         raise FastshardError.of(
             codes.USAGE,
-            f"a {to} checkpoint is always complete",
+            f"a {to} checkpoint must be complete",
             got="--include or --exclude",
             help="narrow a merge or a conversion to hf instead",
         )
@@ -176,8 +177,8 @@ def check(request: Request) -> None:
     if request.optimizer and target is not None and not (target.holds_optimizer or target.is_container):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"the layout {to} holds no optimizer state",
-            help="merge it, which keeps it, or choose a target that holds it (dcp, universal)",
+            f"the layout {to} cannot hold optimizer state",
+            help="merge it, which keeps the state, or choose a target that can hold it (universal, dcp)",
             run=["fastshard merge CKPT OUT --optimizer", "--to dcp"],
         )
 
@@ -194,10 +195,10 @@ def target_of(source: Source, request: Request) -> Target:
     if headless and not target.takes_any_head:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"architectures says {headless}, which has no output layer; {to} holds models that have one",
+            f"architectures says {headless}, which has no output layer; {to} holds only models that have one",
             expected="a causal language model",
             got=headless,
-            help="merge it, or choose the target hf, which keeps it as it is",
+            help="merge it, or choose the target hf: both keep it unchanged",
             run=["fastshard merge CKPT OUT", "--to hf"],
         )
     return target.of(source, request)

@@ -87,7 +87,7 @@ def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
     if tensor.cuts is None or len(tensor.cuts) > 1:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "layout.json cannot say how ranks divide this tensor",
+            "layout.json cannot describe how ranks divide this tensor",
             tensor=name,
             help="leave out --tp",
         )
