@@ -281,7 +281,7 @@ def test_flags_of_another_command_are_said_to_be(argv: tuple[object, ...], told:
 
 def test_plan_takes_a_tokenizer(tmp_path: Path) -> None:
     ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", tmp_path)
-    assert ran.code == 2 and ran.having("FS501", message="the folder holds no tokenizer")
+    assert ran.code == 2 and ran.having("FS501", message="the directory holds no tokenizer")
 
 
 @pytest.mark.parametrize(

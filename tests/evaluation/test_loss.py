@@ -303,7 +303,7 @@ def test_a_layer_that_is_given_a_meta_tensor_is_refused() -> None:
     lm = LayerwiseModel(fastshard.open(trained(), to="hf"))
     lm.layers[0].module.register_forward_hook(lambda module, args, output: output.to("meta"))
     finding = refuse("FS514", lambda: lm.run(TOKENS))
-    assert "model.layers.1 is given a tensor on the meta device" in finding.message
+    assert "model.layers.1 gets a tensor on the meta device" in finding.message
     lm = LayerwiseModel(fastshard.open(trained(), to="hf"))
     lm.model.lm_head.register_forward_hook(lambda module, args, output: output.to("meta"))
     refuse("FS514", lambda: lm.run(TOKENS))

@@ -235,7 +235,7 @@ def test_layers_that_predict_further_tokens_are_refused_by_name(tmp_path: Path) 
         source, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "dcp:torchtitan")
     )
     (finding,) = ran.errors
-    assert "torchtitan has no DeepSeek-V3 model with this number of layers that predict" in finding["message"]
+    assert "torchtitan has no DeepSeek-V3 model with this number of MTP layers" in finding["message"]
 
 
 def test_a_bias_of_attention_that_torchtitan_does_not_have_is_refused(tmp_path: Path) -> None:

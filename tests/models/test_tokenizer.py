@@ -313,7 +313,7 @@ def test_a_tokenizer_larger_than_the_rows_says_so(tmp_path: Path) -> None:
     file = bpe(tmp_path / "tokenizer.json", 520)
     ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", file, "--vocab-size", "300")
     (found,) = ran.having("FS211")
-    assert "more than the 512 rows that are stored" in found["message"]
+    assert "more than the 512 stored rows" in found["message"]
     assert (
         found["expected"] == "all 512 rows stored"
         and "keep every row" in found["help"]

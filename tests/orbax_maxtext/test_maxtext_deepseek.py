@@ -353,7 +353,7 @@ def test_layers_that_predict_further_tokens_are_refused_by_name(tmp_path: Path) 
     with pytest.raises(FastshardError) as error:
         convert(tmp_path / "hf", tmp_path / "out", to="maxtext")
     (finding,) = error.value.findings
-    assert finding.code == "FS514" and "number of layers that predict further tokens" in finding.message
+    assert finding.code == "FS514" and "number of MTP layers" in finding.message
 
 
 def test_other_norms_of_latents_are_told(tmp_path: Path) -> None:

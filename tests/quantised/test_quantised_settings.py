@@ -180,7 +180,7 @@ def test_a_table_of_one_number_is_refused(role: str, number: float, tmp_path: Pa
     config, tensors = model("bnb nf4 nested")
     name = f"{AT}.weight.{role}"
     folder = write(tmp_path / "in", config, tensors | {name: torch.full_like(tensors[name], number)})
-    assert_refused(folder, tmp_path / "out", "holds one number alone", name)
+    assert_refused(folder, tmp_path / "out", "holds only one number", name)
 
 
 @pytest.mark.parametrize(("layout", "code"), [(0, 0), (3, 0), (4, 1), (255, 1)])

@@ -582,7 +582,7 @@ def test_a_limit_of_addresses_leaves_the_pictures_out(gib: int, recorded: bool, 
     (told,) = [f for f in json.loads(ran.stdout)["findings"] if f["code"] == "FS514"]
     assert (told["severity"], "no pictures" in told["message"]) == ("warning", True)
     page = out.read_text()
-    assert "the page has no pictures" in page and '<h2 id="h-numbers">' in page
+    assert "the page has no charts" in page and '<h2 id="h-numbers">' in page
     assert "<figure" in page and 'class="lin"' not in page
     # With numbers alone the command says so to people too.
     ran = subprocess.run(
@@ -603,7 +603,7 @@ def test_a_limit_of_addresses_leaves_the_pictures_out(gib: int, recorded: bool, 
         text=True,
         check=False,
     )
-    assert ran.returncode == 0 and "warning FS514: the page has no pictures" in ran.stderr
+    assert ran.returncode == 0 and "warning FS514: the page has no charts" in ran.stderr
 
 
 def test_without_distributions_nothing_is_said_of_pictures(tmp_path: Path) -> None:

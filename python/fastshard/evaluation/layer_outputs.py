@@ -118,7 +118,7 @@ def record(
         raise FastshardError.of(
             codes.USAGE,
             "tokens",
-            expected="two different numbers of sequences and of tokens in each",
+            expected="different numbers of sequences and of tokens per sequence",
             got=str(tuple(ids.shape)),
         )
     chosen = list(layers) if layers is not None else _find_layers(model)
@@ -180,7 +180,7 @@ def _check_place(path: StrPath) -> Path:
     file = safe_files.replaceable(path)
     if file.exists() and not is_record(path):
         raise FastshardError.of(
-            codes.OUT_EXISTS, "exists and is no record", file=str(path), help="choose another name"
+            codes.OUT_EXISTS, "exists and is not a record", file=str(path), help="choose another name"
         )
     return file
 
@@ -217,11 +217,11 @@ def read_record(path: StrPath) -> LayerOutputs:
         if (absent := next((name for name in needed if name not in tensors), None)) is not None:
             raise ValueError(f"without {absent}")
         if str(tokens.dtype) != "torch.int64" or not tokens.numel() or int(tokens.min()) < 0:
-            raise ValueError("its tokens are no ids")
+            raise ValueError("its tokens are not ids")
         if no_float := [name for name, tensor in tensors.items() if not tensor.dtype.is_floating_point]:
-            raise ValueError(f"{no_float[0]} is no output")
+            raise ValueError(f"{no_float[0]} is not an output")
         if tensors[LOGITS].shape[-1] <= int(tokens.max()):
-            raise ValueError("its logits are of another vocabulary than its tokens")
+            raise ValueError("its logits are for another vocabulary than its tokens")
         fits = {n: t.dim() == 3 and t.shape[:2] == tokens.shape and t.numel() for n, t in tensors.items()}
         wrong = next((name for name, is_fit in fits.items() if not is_fit), None)
         if wrong is not None:
@@ -240,7 +240,7 @@ def read_record(path: StrPath) -> LayerOutputs:
             codes.BAD_VALUE,
             f"the record of a trainer's layers cannot be read: {error}",
             file=str(path),
-            help="make the record again with this version of fastshard",
+            help="record the layers again with this version of fastshard",
         ) from None
     return LayerOutputs(
         tokens, tensors, str(path), str(document["class"]), str(document["dtype"]), is_record=True
@@ -264,7 +264,7 @@ def _find_layers(model: Any) -> list[Any]:
             if len(layers) > len(best) and any(True for inner in layers for _ in inner.parameters()):
                 best = layers
     if not best:
-        raise FastshardError.of(codes.USAGE, "no list of layers in the model", help="pass layers")
+        raise FastshardError.of(codes.USAGE, "the model has no list of layers", help="pass layers")
     return best
 
 

@@ -149,8 +149,8 @@ class LayerwiseModel:
         largest = max(self.units, key=lambda unit: unit.nbytes)
         raise FastshardError.of(
             codes.MEMORY_BUDGET,
-            f"the largest unit of the model, {largest.path}, has {human_memory(largest.nbytes)}, and about "
-            "twice as much is in memory while it is loaded",
+            f"the largest unit of the model, {largest.path}, has {human_memory(largest.nbytes)}; loading it "
+            "needs about twice as much memory",
             expected=f"about {-(-need >> 20)} MiB for {tokens} tokens",
             got=f"{limit >> 20} MiB",
             help="allow more memory, or use fewer tokens",
@@ -221,7 +221,9 @@ class LayerwiseModel:
             raise
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise FastshardError.of(
-                codes.MEMORY_BUDGET, f"no memory for {ids.numel()} tokens: {error}", help="use fewer tokens"
+                codes.MEMORY_BUDGET,
+                f"not enough memory for {ids.numel()} tokens: {error}",
+                help="use fewer tokens",
             ) from error
         except Exception as error:
             # Each of a hundred classes raises errors of its own.
@@ -276,7 +278,7 @@ class LayerwiseModel:
             elif ignored is None or not ignored.search(name):
                 raise FastshardError.of(
                     codes.UNEXPECTED_FILE,
-                    "the model has no place for this tensor",
+                    "the model has no such tensor",
                     tensor=stored,
                     expected=f"a tensor of {self.class_name}",
                     severity="error",
@@ -339,7 +341,7 @@ class LayerwiseModel:
         def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A meta tensor computes without an error, and its result is noise.
             if any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
-                raise _refuse_run(self.class_name, f"{unit.path} is given a tensor on the meta device")
+                raise _refuse_run(self.class_name, f"{unit.path} gets a tensor on the meta device")
             self._load(unit)
 
         return enter
@@ -356,14 +358,14 @@ class LayerwiseModel:
         for name, stored, own in sorted(info.mismatched_keys):
             raise FastshardError.of(
                 codes.SHAPE,
-                "the model has this tensor in another shape",
+                "the model has another shape for this tensor",
                 tensor=name,
                 expected=str(tuple(own)),
                 got=str(tuple(stored)),
             )
         if failed := [*info.error_msgs, *info.conversion_errors.values()]:
             raise FastshardError.of(
-                codes.UNSUPPORTED, f"transformers could not load it: {failed[0]}", tensor=unit.path
+                codes.UNSUPPORTED, f"transformers could not load the tensor: {failed[0]}", tensor=unit.path
             )
         for name, parameter in unit.module.named_parameters():
             if name not in unit.released:
@@ -472,7 +474,7 @@ def _import_loading() -> Any:
     except ImportError as error:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"transformers {transformers.__version__} does not load a model layer by layer: {error}",
+            f"transformers {transformers.__version__} cannot load a model layer by layer: {error}",
             expected=f"transformers {'.'.join(map(str, _OLDEST))} or later",
             help="install a newer version of transformers; fastshard.load_model, which loads all layers at "
             "once, works with this one",
@@ -497,13 +499,13 @@ def _find_config(view: PlannedView) -> dict[str, Any]:
     config = view.config
     if config is None:
         raise FastshardError.of(
-            codes.FACT_UNKNOWN, "no config.json says which model it is", help="pass it with --config"
+            codes.FACT_UNKNOWN, "no config.json states which model it is", help="pass it with --config"
         )
     if config.get("quantization_config"):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the weights are quantised, and are not computed with as they are",
-            help="use their values",
+            "the weights are quantised, and fastshard does not compute with quantised weights",
+            help="dequantise the weights",
             run=["--dtype bf16"],
         )
     return for_construction(config)
@@ -532,7 +534,7 @@ def _find_class_name(config: dict[str, Any]) -> str:
     if not names or names[0] not in causal or is_other:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the model is no causal language model, and only these have a loss on a text",
+            "the model is not a causal language model; only those have a loss on a text",
             expected=f"a causal language model of transformers {transformers.__version__}",
             got=", ".join(names) or "no architectures in config.json",
         )
@@ -581,7 +583,7 @@ def _choose_device(device: Any) -> torch.device:
             codes.USAGE, f"no such device: {str(error).splitlines()[0]}", got=str(device)
         ) from None
     if chosen.type == "meta":
-        raise FastshardError.of(codes.USAGE, "no device that computes", got=str(device))
+        raise FastshardError.of(codes.USAGE, "this device cannot compute", got=str(device))
     return chosen
 
 
@@ -632,7 +634,7 @@ def hide_progress() -> Iterator[None]:
 def _missing(name: str) -> FastshardError:
     """Build the error for a tensor of the model that the checkpoint does not hold."""
     return FastshardError.of(
-        codes.MISSING_TENSOR, "the model needs this tensor, the checkpoint does not hold it", tensor=name
+        codes.MISSING_TENSOR, "the model needs this tensor, and the checkpoint lacks it", tensor=name
     )
 
 

@@ -120,12 +120,12 @@ def measure_loss(
         FastshardError: as :func:`fastshard.loss`.
     """
     if sequence_length < 2 or max_tokens < 2:
-        raise FastshardError.of(codes.USAGE, "a loss needs sequences of two tokens or more")
+        raise FastshardError.of(codes.USAGE, "a loss needs sequences of at least two tokens")
     check_finite("expect_loss", expect_loss)
     check_finite("tolerance", tolerance, least=0)
     if tolerance is not None and expect_loss is None:
         raise FastshardError.of(
-            codes.USAGE, "a tolerance without the loss that is expected", run=["--expect-loss X"]
+            codes.USAGE, "a tolerance was passed without the expected loss", run=["--expect-loss X"]
         )
     model = LayerwiseModel(view, device)
     batch = make_batch(model, text, tokens, sequence_length, max_tokens)
@@ -197,8 +197,8 @@ def _judge(
         memory=memory,
         findings=(*model.view.findings, *gate.evaluate(findings)),
         not_checked=(
-            "that the weights are right: damage to one layer may change the loss by less than its standard "
-            "error",
+            "whether the weights are right: damage to one layer may change the loss by less than its "
+            "standard error",
             *(f"{line}; fastshard verify checks it" for line in model.view.unread),
             *list_unchecked(model.view.findings, with_advice=True),
         ),
@@ -223,12 +223,12 @@ def _find(
         return [
             Finding.of(
                 codes.LOSS_DIFFERS,
-                "the loss is not the one that was expected",
+                "the loss differs from the expected loss",
                 expected=f"{expected:.4f} +- {tolerance:g}",
                 got=f"{mean:.4f}",
                 file=origin,
                 help=f"{batch.left_out} tokens were left out (sequence_length, max_tokens, the model's "
-                "positions): give the loss of the others alone, or raise the limits"
+                "positions): pass the loss of the remaining tokens, or raise the limits"
                 if batch.left_out
                 else None,
             )
@@ -237,7 +237,7 @@ def _find(
         return [
             Finding.of(
                 codes.UNTRAINED,
-                "the model predicts this text no better than one that was never trained",
+                "the model predicts this text no better than an untrained model",
                 expected=f"less than {untrained:.2f}, the logarithm of the vocabulary",
                 got=f"{mean:.4f}",
                 file=origin,

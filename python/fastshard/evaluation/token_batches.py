@@ -64,7 +64,9 @@ def make_batch(model: LayerwiseModel, text: StrPath | None, tokens: Any, length:
             ids, ``FS209`` without a tokenizer.
     """
     if text is not None and tokens is not None:
-        raise FastshardError.of(codes.USAGE, "both a text and tokens are given", help="leave one of them out")
+        raise FastshardError.of(
+            codes.USAGE, "both a text and tokens were passed", help="leave one of them out"
+        )
     length = min(length, model.max_length or length)
     if tokens is not None:
         ids, origin = _as_tensor(tokens)
@@ -78,7 +80,7 @@ def make_batch(model: LayerwiseModel, text: StrPath | None, tokens: Any, length:
     if int(batch.ids.min()) < 0 or largest >= model.vocab_size:
         raise FastshardError.of(
             codes.BAD_VALUE,
-            "a token id is no row of the model's embedding",
+            "a token id is outside the model's embedding",
             file=origin,
             expected=f"ids from 0 to {model.vocab_size - 1}",
             got=str(largest if largest >= model.vocab_size else int(batch.ids.min())),
@@ -121,7 +123,7 @@ def _encode(view: PlannedView, text: str) -> tuple[torch.Tensor, list[int]]:
     if not tokenizer_files:
         raise FastshardError.of(
             codes.FACT_UNKNOWN,
-            "no tokenizer lies beside the checkpoint",
+            "no tokenizer is next to the checkpoint",
             help="pass its tokenizer, or token ids",
             run=["--tokenizer DIR", "--tokens FILE"],
         )
@@ -164,7 +166,7 @@ def _divide(ids: torch.Tensor, length: int, most: int, prefix: Sequence[int]) ->
         rows = ids[:whole].reshape(-1, own) if whole else ids[None]
     if rows.numel() == 0 or rows.shape[1] + len(prefix) < 2:
         raise FastshardError.of(
-            codes.BAD_VALUE, "a loss needs two tokens or more", got=f"{rows.numel()} tokens"
+            codes.BAD_VALUE, "a loss needs at least two tokens", got=f"{rows.numel()} tokens"
         )
     before = torch.tensor(list(prefix), dtype=torch.int64).expand(rows.shape[0], len(prefix))
     return torch.cat([before, rows], dim=1)
@@ -188,7 +190,7 @@ def _as_tensor(tokens: Any) -> tuple[torch.Tensor, str]:
             codes.BAD_VALUE,
             f"these are not token ids: {error}",
             file=origin,
-            expected="integers in rows of one length",
+            expected="integers in rows of equal length",
         ) from None
     if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise FastshardError.of(
@@ -234,5 +236,8 @@ def _read_ids(path: Path) -> Any:
             codes.BAD_VALUE, f"the file of token ids cannot be read: {error}", file=str(path)
         ) from None
     raise FastshardError.of(
-        codes.BAD_VALUE, "no file of token ids", file=str(path), expected="a .json, .npy or .safetensors file"
+        codes.BAD_VALUE,
+        "the file does not hold token ids",
+        file=str(path),
+        expected="a .json, .npy or .safetensors file",
     )

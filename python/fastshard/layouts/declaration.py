@@ -281,13 +281,13 @@ class Source(Freezable):
         left = [
             name for name in stored if not own[name].startswith(self.names.prefix) and not is_state(own[name])
         ]
-        where = f"below {self.names.prefix!r}" if self.names.prefix else "beside the optimizer's state"
+        where = f"under {self.names.prefix!r}" if self.names.prefix else "next to the optimizer state"
         is_all = not left and not any(map(is_state, own.values()))
         return Finding.of(
             codes.IGNORED,
-            f"the model begins {where}"
+            f"the model is {where}"
             + ("" if is_all else "; the rest is not converted")
-            + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
+            + (f", including {len(left)} tensors that are not optimizer state" if left else ""),
             severity="warning" if left and not self.names.is_chosen else "note",
             tensor=left[0] if left else None,
         )
@@ -321,7 +321,7 @@ class Source(Freezable):
             return self._without_config([changed[0]], None, f"{changed[1]} has changed the names")
         if not self.files.adapted and self.model.unloaded is not None:
             name, own = self.model.unloaded
-            return self._without_config([name], None, f"its class has {own}")
+            return self._without_config([name], None, f"its class uses {own}")
         if all(name == own for name, own in names.items()):
             return self
         by_name: dict[str, str] = {}
@@ -335,7 +335,7 @@ class Source(Freezable):
         renamed = {name: names[name] for held in units.values() for _, name in held if names[name] != name}
         note = Finding.of(
             codes.IGNORED,
-            f"names are written without {self.names.prefix!r}, as the model of config.json has them",
+            f"names are written without {self.names.prefix!r}, as for the model of config.json",
             severity="note",
         )
         return replace(
@@ -471,7 +471,9 @@ class Source(Freezable):
         if first is None:
             return []
         who = put_in(first[0]) or "a wrapper"
-        message = f"{len(unwrapped)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
+        message = (
+            f"{len(unwrapped)} names are read without the prefixes that {who} added: {first[0]} is {first[1]}"
+        )
         return [Finding.of(codes.IGNORED, message, severity="note")]
 
     def _table_below(self) -> Table | None:

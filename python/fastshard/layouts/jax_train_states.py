@@ -24,10 +24,10 @@ _OF_SET = compile_when_used(r"_\{L of (\w+)\}")
 #: A layer's place in a cycle of unlike layers: each of the cycle is a stack. Its set is called `cycle_N`.
 _OF_CYCLE = compile_when_used(r"layers_\{L in (cycle_(\d+))\}")
 #: Why the optimizer's state is not in a result.
-LEFT_OUT = "optimizer state: --optimizer takes it along, towards a layout that holds it"
+LEFT_OUT = "optimizer state: --optimizer includes it, if the target can hold it"
 #: Why keys of random numbers are not in a result.
-RANDOM = "the state of random numbers: it is no weight"
-NO_STEP = "the step of a train state: the target has no place for it"
+RANDOM = "the state of random numbers: it is not a weight"
+NO_STEP = "the step of a train state: the target cannot store it"
 
 
 @dataclass(frozen=True)

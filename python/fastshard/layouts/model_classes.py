@@ -261,5 +261,5 @@ def _bad(table: Table, kind: str, file: str | None, entry: str, expected: str, g
         file=file,
         expected=expected,
         got="nothing" if got is None else shown(got),
-        help="see the sections of models in docs/layouts.md",
+        help="see the sections about models in docs/layouts.md",
     )

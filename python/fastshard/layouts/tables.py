@@ -142,7 +142,7 @@ def _table(name: str, above: tuple[str, ...]) -> _core.Table:
                 raise
             found = [finding.replace(file=finding.file or f"{name}.toml") for finding in error.findings]
             found[0] = found[0].replace(
-                help=f"install another version of the package that brings this table, or set {VARIABLE}=off"
+                help=f"install another version of the package that provides this table, or set {VARIABLE}=off"
             )
             raise error_for(found) from None
     return _parsed[name]
@@ -157,9 +157,7 @@ def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.T
     try:
         extended = _core.Table.extends_of(text)
         if extended in above:
-            raise FastshardError.of(
-                codes.BAD_LAYOUT, f"layout {extended} extends itself, by way of {above[-1]}"
-            )
+            raise FastshardError.of(codes.BAD_LAYOUT, f"layout {extended} extends itself through {above[-1]}")
         base = None if extended is None or extended not in names() else _table(extended, above)
         table = _core.Table(text, base)
     except _core.CoreError as error:

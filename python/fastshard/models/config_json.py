@@ -291,13 +291,13 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.CONFIG_DISAGREES,
-                f"{prefix}layer_types has {len(kinds)} entries, and {prefix}num_hidden_layers is {layers}: "
-                "transformers refuses the config",
+                f"{prefix}layer_types has {len(kinds)} entries, but {prefix}num_hidden_layers is {layers}: "
+                "transformers rejects the config",
                 severity="warning" if "auto_map" in config else "error",
                 file=file,
                 expected=f"{layers} entries",
                 got=str(len(kinds)),
-                help="correct layer_types of config.json: one entry for each layer that is left",
+                help="correct layer_types in config.json: one entry for each remaining layer",
             )
         )
     return findings

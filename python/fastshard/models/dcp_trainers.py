@@ -161,8 +161,8 @@ def _warn_of_window(model: Model, file: str) -> list[Finding]:
     return [
         Finding.of(
             codes.NOT_PROVABLE,
-            "torchtitan states no window in a checkpoint, and its own models of this class have one of "
-            f"{_TITAN_WINDOW}",
+            "a torchtitan checkpoint does not state the sliding window, and torchtitan's own models of this "
+            f"class use {_TITAN_WINDOW}",
             severity="warning",
             file=file,
             expected=f"sliding_window_size={model.window} in the code of the run",
@@ -179,8 +179,8 @@ def _warn_of_routing(model: Model, file: str) -> list[Finding]:
     return [
         Finding.of(
             codes.NOT_PROVABLE,
-            "torchtitan states no setting of its router in a checkpoint, and its own models of this class "
-            "norm the weights of the chosen experts",
+            "a torchtitan checkpoint does not state the router's settings, and torchtitan's own models of "
+            "this class normalise the weights of the chosen experts",
             severity="warning",
             file=file,
             # source: torchtitan models/{qwen3,deepseek_v3}/__init__.py

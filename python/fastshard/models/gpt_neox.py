@@ -202,7 +202,7 @@ class GptNeoX:
             unknown["activation"] = unstated(
                 "activation",
                 ", e.g. swiglu",
-                "which is not stated: its MLP is gated, GPT-NeoX's default is not",
+                "which is not stated: the MLP is gated, and the MLP of GPT-NeoX's default activation is not",
             )
         elif activation is None:
             assumed["activation"] = "activation"
@@ -264,7 +264,7 @@ class GptNeoX:
         if axes["d"] * heads != axes["H"]:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "GPT-NeoX has no model whose heads do not make up the hidden size",
+                "GPT-NeoX needs hidden_size equal to the number of heads times head_dim",
                 expected=f"head_dim {axes['H'] // heads}",
                 got=str(axes["d"]),
             )
@@ -311,7 +311,8 @@ class GptNeoX:
                     f"{model.framework} to the mean square",
                     severity="note",
                     file=file,
-                    help="expect equal logits but for activations about as small as its root",
+                    help="expect equal logits, except where activations are about as small as the square "
+                    "root of epsilon",
                 )
             )
         return out, findings
@@ -360,7 +361,7 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
     """Report the GELU variant that was chosen, an assumed position embedding, and omitted config entries."""
     remarks = []
     if is_fused:
-        what = "gelu_pytorch_tanh is written, the form of gelu that bias_gelu_fusion computes"
+        what = "gelu_pytorch_tanh is written, which is the form of gelu that bias_gelu_fusion computes"
         remarks.append(_note(f"config: hidden_act {what}"))
     if "pos_emb" not in values:
         remarks.append(
@@ -372,7 +373,9 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
             )
         )
     if lacking:
-        remarks.append(_note(f"config: left out, since the tokenizer alone knows: {', '.join(lacking)}"))
+        remarks.append(
+            _note(f"config: left out, because only the tokenizer states them: {', '.join(lacking)}")
+        )
     return remarks
 
 
@@ -408,12 +411,13 @@ def te_differences(config: Mapping[str, Any], features: Features, written: str) 
         findings.append(
             Finding.of(
                 codes.CONFIG_DISAGREES,
-                f"config: there is one eps for all norms; {key} is written",
+                f"config: all norms share one eps; {key} is written",
                 severity="warning",
                 file=written,
                 expected=f"{default:g}, as Transformer Engine's LayerNormMLP used before each MLP",
                 got=f"{eps:g}",
-                help="compare logits with the run's own; the norms before attention and the last one used it",
+                help="compare logits with the run's own; the norms before attention and the last norm used "
+                "it",
             )
         )
     activation = str(config.get("activation", DEFAULT_ACTIVATION))
@@ -422,10 +426,10 @@ def te_differences(config: Mapping[str, Any], features: Features, written: str) 
         findings.append(
             Finding.of(
                 codes.CONFIG_DISAGREES,
-                f"config: {activation} is written with the error function, as GPT-NeoX's own converter does",
+                f"config: {activation} is written with the error function, as in GPT-NeoX's own converter",
                 severity="warning",
                 file=written,
-                expected="gelu's tanh form, as Transformer Engine's LayerNormMLP computes it",
+                expected="the tanh form of gelu, as in Transformer Engine's LayerNormMLP",
                 got="gelu",
                 help=f"compare logits with the run's own{fused}",
             )
@@ -447,7 +451,7 @@ def _besides(
     if features.reward_head:
         found.append(Lack("head", "final_linear", "rm_linear"))
     if config.get("use_mup"):
-        found.append(Lack("use_mup", "no scaling of what layers give", "true"))
+        found.append(Lack("use_mup", "no scaling of layer outputs", "true"))
     if config.get("gpt_j_tied") and parallel:
         found.append(Lack("gpt_j_tied", "a separate norm before the MLP", "true"))
     kinds = attention_kinds(config)

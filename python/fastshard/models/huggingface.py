@@ -451,7 +451,7 @@ def _besides(config: Mapping[str, Any], of: ModelClass) -> list[Lack]:
     """List what a class computes that no other framework has words for."""
     lacking = []
     if of.having("rope_interleave") and config.get("rope_interleave") is False:
-        lacking.append(Lack("rope_interleave", "true: pairs lie side by side", "false"))
+        lacking.append(Lack("rope_interleave", "true: the members of a pair are adjacent", "false"))
     for key, expected in of.fixed.items():
         if config.get(key) not in (None, expected):
             lacking.append(Lack(key, shown(expected), shown(config[key])))

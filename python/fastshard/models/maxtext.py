@@ -335,7 +335,7 @@ class MaxText:
             raise FastshardError.of(
                 codes.FACT_UNKNOWN,
                 "the order of queries and keys depends on `rope_type`, which is not stated",
-                help="pass MaxText's yml, which must say rope_type: default or llama3.1, or the model_name",
+                help="pass MaxText's yml, which must state rope_type: default or llama3.1, or the model_name",
                 run=["--config FILE"],
             )
         experts = _read_experts(values, block)
@@ -349,8 +349,7 @@ class MaxText:
             if not values:
                 # A guess would be a model that loads and is wrong.
                 subject = (
-                    f"{theirs} (MaxText's {key}): config.json lacks it, and transformers takes its own "
-                    "default"
+                    f"{theirs} (MaxText's {key}): config.json lacks it, and transformers uses its own default"
                 )
                 remarks.append(_report_assumed(subject, "warning"))
                 continue
@@ -381,8 +380,8 @@ class MaxText:
         lacking = ["max_position_embeddings"] if positions is None else []
         remarks.append(
             _report_assumed(
-                f"{', '.join([*lacking, 'bos_token_id', 'eos_token_id'])}: config.json lacks them, "
-                "and transformers takes its own defaults",
+                f"{', '.join([*lacking, 'bos_token_id', 'eos_token_id'])}: config.json lacks them, and "
+                "transformers uses its own defaults",
                 "warning",
             )
         )
@@ -454,9 +453,8 @@ class MaxText:
             findings.append(
                 Finding.of(
                     codes.NOT_PROVABLE,
-                    f"sliding_window {window} is left out: max_position_embeddings is "
-                    f"{model.max_positions}, "
-                    "and MaxText's block, which sees all positions before, computes the same up to there",
+                    f"sliding_window {window} is left out: up to max_position_embeddings "
+                    f"{model.max_positions}, MaxText's full attention computes the same",
                     severity="note",
                     file=file,
                 )
@@ -484,7 +482,7 @@ class MaxText:
             findings.append(
                 Finding.of(
                     codes.NOT_PROVABLE,
-                    "the output layer is the embedding: MaxText computes the same only with "
+                    "the output layer is tied to the embedding: MaxText computes the same only with "
                     "logits_via_embedding: true and normalize_embedding_logits: false",
                     severity="warning",
                     file=file,
@@ -579,8 +577,8 @@ def _routing(config: Mapping[str, Any], block: DecoderBlock) -> list[tuple[str, 
 def _order_open(block: DecoderBlock) -> Finding:
     taken, other = ("llama3.1", "default") if block.interleaved else ("default", "llama3.1")
     return _report_assumed(
-        f"rope_type: taken for {taken}, whose order of queries and keys MaxText's converter writes; "
-        f"a run with rope_type {other} needs its yml with --config",
+        f"rope_type: assumed to be {taken}, whose order of queries and keys MaxText's converter writes; for "
+        f"a run with rope_type {other}, pass its yml with --config",
         "warning",
     )
 
@@ -588,7 +586,7 @@ def _order_open(block: DecoderBlock) -> Finding:
 def best_is_open(file: str) -> Finding:
     """Build the warning for a yml of a mixture that cannot state how many experts a token goes through."""
     return _report_assumed(
-        "num_experts_per_tok, of which MaxText's default is 1: state it before MaxText runs with this yml",
+        "num_experts_per_tok, which is 1 by default in MaxText: set it before MaxText runs with this yml",
         "warning",
     ).replace(file=file)
 

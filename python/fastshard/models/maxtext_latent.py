@@ -241,13 +241,13 @@ def list_warnings(eps: float | None, model_name: str | None, file: str | None = 
         findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                "MaxText routes as DeepSeek-V3 does only under a model_name that begins with deepseek3: "
-                "under another, kimi-k2-1t too, groups of experts are ignored, and the bias for the choice "
-                "is part of the weights",
+                "MaxText routes like DeepSeek-V3 only if model_name begins with deepseek3. Under another "
+                "model_name, including kimi-k2-1t, it ignores groups of experts, and adds the bias for the "
+                "choice to the weights",
                 severity="warning",
                 file=file,
                 got=model_name and shown(model_name),
-                help="run MaxText with model_name=deepseek3-671b, and for other sizes with "
+                help="run MaxText with model_name=deepseek3-671b; for other sizes, also pass "
                 "override_model_config=true and the settings of the yml as arguments",
             )
         )
@@ -255,8 +255,8 @@ def list_warnings(eps: float | None, model_name: str | None, file: str | None = 
         findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                f"the norms of the latents add {eps:g} in MaxText, as all of its norms do, and "
-                f"{LATENT_EPS:g} in transformers, whatever a config says",
+                f"the norms of the latents use epsilon {eps:g} in MaxText, like all of its norms, but "
+                f"{LATENT_EPS:g} in transformers, regardless of the config",
                 severity="warning",
                 file=file,
             )

@@ -56,8 +56,8 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
                 base = config[f"base_{name}"]
                 raise FastshardError.of(
                     codes.CONFIG_DISAGREES,
-                    f"base_{name} is {base}, and {name} is {config[name]}: the config states one setting "
-                    "twice, differently",
+                    f"base_{name} is {base}, but {name} is {config[name]}: the config states two values of "
+                    "one setting",
                     expected=f"{name}: {out[name]}",
                     got=f"{name}: {config[name]}",
                     help=f"correct the config: keep base_{name} or {name}, with the value that the model was "

@@ -448,8 +448,8 @@ def _note_order_of_indexer(file: str) -> Finding:
     """
     return Finding.of(
         codes.NOT_PROVABLE,
-        "the indexer rotates the first part of each head, as DeepSeek's does; megatron-core 0.16.1 rotates "
-        "the last part, and chooses other tokens",
+        "the indexer rotates the first part of each head, like DeepSeek's; megatron-core 0.16.1 rotates the "
+        "last part, and chooses other tokens",
         severity="note",
         file=file,
         help="load it with a megatron-core whose config has dsa_indexer_rope_interleaved",

@@ -189,7 +189,7 @@ def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
     if factor is None:
         lacking.append(Lack("rope_scaling (factor)", "a number", shown(scaling.get("factor"))))
     elif "attention_factor" in scaling:
-        expected = "a number of 1 or more" if factor > 1 else "1, as the factor scales nothing"
+        expected = "a number of 1 or more" if factor > 1 else "1, because the factor scales nothing"
         if scale is None or scale < 1 or (factor <= 1 and not math.isclose(scale, 1.0)):
             got = shown(scaling["attention_factor"])
             lacking.append(Lack("rope_scaling (attention_factor)", expected, got))

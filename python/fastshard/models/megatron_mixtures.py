@@ -223,7 +223,7 @@ def list_lacks_of_further_layers(model: Model) -> list[Lack]:
     kind = _find_last_kind(model) if model.further_layers else None
     if kind is None:
         return []
-    expected = "attention and experts in the last layer, as in those that predict further tokens"
+    expected = "attention and experts in the last layer, as in the MTP layers"
     return [Lack("last layer", expected, kind)]
 
 
@@ -250,7 +250,7 @@ def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
     ]
     every, some = scaling.get("mscale_all_dim"), scaling.get("mscale")
     if bool(every) and not some:
-        lacking.append(Lack("rope_scaling (mscale)", "a number beside mscale_all_dim", "none"))
+        lacking.append(Lack("rope_scaling (mscale)", "a number next to mscale_all_dim", "none"))
     if scaling.get("truncate", True) is not True:
         lacking.append(Lack("rope_scaling (truncate)", "true", shown(scaling["truncate"])))
     if scaling.get("partial_rotary_factor", 1) != 1:

@@ -284,7 +284,7 @@ def read_model(source: Source) -> Model:
     if description.dialect is None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"no words are known for {source.called}: its tensors can be merged, not converted",
+            f"fastshard knows no conversion for {source.called}: its tensors can only be merged",
         )
     own = {} if source.binding.own_table is None else model_classes.of_table(source.binding.own_table)
     binding = source.binding
@@ -299,6 +299,6 @@ def unstated(key: str, values: str, why: str = "which is not stated") -> Finding
     return Finding.of(
         codes.FACT_UNKNOWN,
         f"the model depends on `{key}`, {why}",
-        help=f"pass the training config, which must say {key}{values}",
+        help=f"pass the training config, which must state {key}{values}",
         run=["--config FILE"],
     )

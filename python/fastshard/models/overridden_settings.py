@@ -98,13 +98,13 @@ def find_overridden_settings(
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            f"{label}{key}: --config and the checkpoint state different values, "
-            "and that of --config is taken",
+            f"{label}{key}: --config and the checkpoint state different values; the value of --config is "
+            "used",
             severity="note",
             file=file,
             expected=f"{_short(value)}, as --config states",
             got=f"{_short(own[key])}, as the checkpoint states",
-            help="leave --config out to take what the checkpoint states",
+            help="leave out --config to use the checkpoint's value",
         )
         for key, value in override.items()
         if key in keys and own.get(key) is not None and not is_equal(own[key], value)
@@ -131,9 +131,9 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            "vocab_size: --config states more tokens than the checkpoint has rows for",
+            "vocab_size: --config states more tokens than the checkpoint has rows",
             file=file,
-            expected=f"{tokens} rows or more",
+            expected=f"at least {tokens} rows",
             got=str(rows),
             help="pass the config of this checkpoint",
             run=["--config FILE"],

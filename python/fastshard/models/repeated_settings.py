@@ -211,9 +211,8 @@ def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding
                 findings.append(
                     Finding.of(
                         codes.CONFIG_DISAGREES,
-                        f"{prefix}{key} is {shown(value)}, and {prefix}{other} is {shown(second)}: the "
-                        "config states one "
-                        "setting twice, differently",
+                        f"{prefix}{key} is {shown(value)}, but {prefix}{other} is {shown(second)}: the "
+                        "config states two values of one setting",
                         severity="warning" if is_code else severity,
                         file=file,
                         expected=f"{prefix}{key}: {shown(value)}",
@@ -235,8 +234,8 @@ def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Findin
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            f"{key} is {shown(value)}, and {other} is {shown(config[other])}: the config states one setting "
-            "twice, differently",
+            f"{key} is {shown(value)}, but {other} is {shown(config[other])}: the config states two values "
+            "of one setting",
             file=file,
             expected=f"{key}: {shown(value)}",
             got=f"{other}: {shown(config[other])}",

@@ -131,16 +131,16 @@ def passed_over(folders: Iterable[Folder], present: Collection[str]) -> list[Fin
     (path, why), names = left[0], list(dict.fromkeys(path.name for path, _ in left))
     ways = [f"--tokenizer {path.parent}"] if any(tokenizer.is_of(name) for name in names) else []
     ways += [f"--config {path.parent / 'config.json'}"] if "config.json" in names else []
-    taken = f"; to take them all the same, pass {' '.join(ways)}" if ways else ""
+    taken = f"; to use them anyway, pass {' '.join(ways)}" if ways else ""
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
-            f"not taken along: {why}",
+            f"not copied: {why}",
             severity="warning",
             file=str(path),
-            expected="a folder that only you, root and the checkpoint's owner may write to",
+            expected="a directory that only you, root and the checkpoint's owner may write to",
             got=", ".join(names),
-            help=f"copy what belongs to the model into the checkpoint{taken}",
+            help=f"copy the model's files into the checkpoint{taken}",
         )
     ]
 
@@ -198,10 +198,10 @@ def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
             findings.append(
                 Finding.of(
                     codes.RANKS_DISAGREE,
-                    f"two parts of the checkpoint have a {path.name} each, and they differ",
+                    f"two parts of the checkpoint have different versions of {path.name}",
                     file=str(other),
-                    expected=f"what {path} holds",
-                    got="something else",
+                    expected=f"the content of {path}",
+                    got="other content",
                     help=_right_one(path.name),
                 )
             )
@@ -274,11 +274,11 @@ def _modules(folder: Folder) -> dict[str, Path]:
     if len(names) > _MAX_MODULES:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the folders that modules.json names hold other files too",
+            "the directories that modules.json names also hold other files",
             file=str(listed),
-            expected=f"{_MAX_MODULES} files at most",
+            expected=f"at most {_MAX_MODULES} files",
             got=str(len(names)),
-            help="pass a folder that holds only the model's",
+            help="pass a directory that holds only the model's files",
         )
     found = {name: path for name in names if (path := folder.file(name)) is not None}
     for path in found.values():
@@ -296,11 +296,11 @@ def _code(config: Path, folder: Folder) -> dict[str, Path]:
     if len(paths) > _MAX_CODE:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "a model with custom code (auto_map) whose directory holds other programs too",
+            "the directory of a model with custom code (auto_map) also holds other programs",
             file=str(config.parent),
-            expected=f"{_MAX_CODE} modules at most",
+            expected=f"at most {_MAX_CODE} modules",
             got=str(len(paths)),
-            help="pass a folder that holds only the model's",
+            help="pass a directory that holds only the model's files",
             run=["--config FILE"],
         )
     for path in paths:

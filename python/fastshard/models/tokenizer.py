@@ -93,11 +93,11 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
         if not files:
             raise FastshardError.of(
                 codes.NO_SUCH_PATH,
-                "the folder holds no tokenizer",
+                "the directory holds no tokenizer",
                 file=str(given),
-                expected=f"{', '.join(list(NAMES)[:4])} or the like",
+                expected=f"{', '.join(list(NAMES)[:4])} or similar",
                 got="none",
-                help="name the folder, or the file, that the tokenizer was saved to",
+                help="name the directory or file that the tokenizer was saved to",
             )
         return _described(files)
     first: dict[str, Path] = {}
@@ -154,12 +154,12 @@ def _name(path: Path) -> str:
             return name
     raise FastshardError.of(
         codes.NO_SUCH_PATH,
-        "the file is no tokenizer's",
+        "the file is not a tokenizer file",
         file=str(path),
         expected="a tokenizer.json, a vocab.json or vocab.txt, or a model of SentencePiece or tiktoken",
-        got="something else"
+        got="another file"
         if path.stat().st_size <= vocab_files.MAX_BYTES
-        else f"{path.stat().st_size} bytes, more than are read",
+        else f"{path.stat().st_size} bytes, more than fastshard reads",
     )
 
 

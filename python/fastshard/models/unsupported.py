@@ -126,7 +126,7 @@ class Says:
                 model.word("parallel", "parallel residual"), _either(self.parallel), _flag(model.parallel)
             )
         if model.further_layers and not self.further_layers:
-            word = model.word("further_layers", "number of layers that predict further tokens")
+            word = model.word("further_layers", "number of MTP layers")
             yield Lack(word, "none", str(model.further_layers))
 
     def _positions(self, model: Model) -> Iterator[Lack]:
@@ -190,14 +190,16 @@ class Says:
             )
         if attention.grouped not in self.grouped:
             word = model.word("grouped", "grouping of heads")
-            yield Lack(word, "as many heads of keys as of queries", "fewer")
+            yield Lack(word, "as many key heads as query heads", "fewer")
         if experts is not None and self.experts:
             yield from self._experts(model, experts)
 
     def _experts(self, model: Model, experts: Experts) -> Iterator[Lack]:
         if not experts.normalised and not self.unnormalised:
             word = model.word("experts.normalised", "routing of experts")
-            yield Lack(word, "weights of the best experts that add up to 1", "weights as they are")
+            yield Lack(
+                word, "weights of the best experts that add up to 1", "weights that are not normalised"
+            )
         if experts.scores not in self.scores:
             word = model.word("experts.scores", "scores of experts")
             yield Lack(word, " | ".join(self.scores), experts.scores)

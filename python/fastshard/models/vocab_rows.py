@@ -33,11 +33,11 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
         return unproven
     words = tokenizer.largest + 1
     if kept < min(rows, words):
-        beyond = f", more than the {rows} rows that are stored" if words > rows else ""
+        beyond = f", more than the {rows} stored rows" if words > rows else ""
         return [
             Finding.of(
                 codes.BAD_VALUE,
-                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to "
+                f"the vocabulary is cut to {kept} rows, but the tokenizer's ids go up to "
                 f"{tokenizer.largest}{beyond}",
                 file=tokenizer.path,
                 expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
@@ -76,12 +76,12 @@ def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            f"the tokenizer's ids go up to {tokenizer.largest}, and the vocabulary has {rows} rows",
+            f"the tokenizer's ids go up to {tokenizer.largest}, but the vocabulary has {rows} rows",
             severity="warning",
             file=tokenizer.path,
-            expected=f"{rows - 1} at most",
+            expected=f"at most {rows - 1}",
             got=str(tokenizer.largest),
-            help="pass the tokenizer of this model: tokens beyond have no row",
+            help="pass the tokenizer of this model: higher ids have no row",
             run=["--tokenizer DIR"],
         )
     ]
@@ -96,11 +96,11 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
     return [
         Finding.of(
             codes.NOT_PROVABLE,
-            f"the tokenizer's vocabulary {why}: "
-            f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
+            f"the tokenizer's vocabulary {why}: {rows - kept} of {rows} rows are dropped, and a token may "
+            "use one of them",
             severity="warning",
             file=str(file),
-            help="pass the tokenizer that belongs to the model, tokenizer_config.json included",
+            help="pass the model's tokenizer, including tokenizer_config.json",
             run=["--tokenizer DIR"],
         )
     ]
@@ -118,8 +118,8 @@ def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -
     return [
         Finding.of(
             codes.NOT_PROVABLE,
-            f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, padding too if "
-            "there is any",
+            f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, including any "
+            "padding",
             help=f"pass {number}",
         )
     ]

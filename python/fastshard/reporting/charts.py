@@ -160,11 +160,10 @@ def undrawn() -> Finding | None:
         return None
     return Finding.of(
         codes.UNSUPPORTED,
-        f"the page has no pictures: this process may use {human_memory(limit)} of addresses, and what draws "
-        "them needs to be without a "
-        "limit",
+        f"the page has no charts: this process may use {human_memory(limit)} of address space, and the "
+        "chart renderer needs it unlimited",
         severity="warning",
-        help="run it where `ulimit -v` says unlimited",
+        help="run it where `ulimit -v` prints unlimited",
     )
 
 

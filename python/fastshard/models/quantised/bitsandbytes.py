@@ -45,7 +45,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     settings = Settings(config)
     settings.word("bnb_4bit_quant_type", kinds)
     if settings.flag("load_in_4bit", default=False) and settings.flag("load_in_8bit", default=False):
-        raise settings.refuse("load_in_8bit", "false beside load_in_4bit")
+        raise settings.refuse("load_in_8bit", "false together with load_in_4bit")
     # Bytes that are viewed as floats (for FSDP) do not differ from plain weights in dtype.
     viewed = settings.word("bnb_4bit_quant_storage", _STORAGES, default="uint8") != "uint8"
     found = [
@@ -128,7 +128,7 @@ def read_state(weight: Weight, access: ValueAccess) -> QuantState:
         )
     except ImpossibleSettingError as error:
         raise DamagedError(
-            f"the quant state of {weight.codes} gives no values: {error.key} is {error.got}",
+            f"the quant state of {weight.codes} is invalid: {error.key} is {error.got}",
             tensor=name,
             expected=f"{error.key}: {error.expected}",
             got=error.got,
@@ -136,7 +136,7 @@ def read_state(weight: Weight, access: ValueAccess) -> QuantState:
     size_of_codes = math.prod(weight.stored[weight.codes][1])
     if ceil_div(math.prod(state.shape), 2) != size_of_codes:
         raise DamagedError(
-            f"the quant state of {weight.codes} is that of another weight",
+            f"the quant state of {weight.codes} is from another weight",
             tensor=name,
             expected=f"{2 * size_of_codes:,} elements",
             got=str(list(state.shape)),
@@ -158,10 +158,10 @@ def _read_record(weight: Weight, access: ValueAccess) -> dict[str, Any]:
         reason = f": {error}"
     if not isinstance(content, dict) or not content:
         raise DamagedError(
-            f"the quant state of {weight.codes} is no record{reason}",
+            f"the quant state of {weight.codes} is not a record{reason}",
             tensor=name,
-            expected="an object in JSON",
-            got="other bytes",
+            expected="a JSON object",
+            got="other data",
         )
     return content
 
@@ -193,7 +193,8 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
     elif "nested maxima" in weight.companions:
         name, dtype, _ = weight.of("absolute maxima")
         raise DamagedError(
-            f"the absolute maxima of {weight.codes} are not quantised, and nested maxima are beside them",
+            f"the absolute maxima of {weight.codes} are not quantised, but nested maxima are stored with "
+            "them",
             tensor=name,
             expected="U8",
             got=dtype,
@@ -203,7 +204,7 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
         name, _, shape = weight.of(role)
         if math.prod(shape) != number:
             raise DamagedError(
-                f"the {role} of {weight.codes} are not those of its blocks",
+                f"the {role} of {weight.codes} do not match its blocks",
                 tensor=name,
                 expected=str([number]),
                 got=str(list(shape)),
@@ -222,9 +223,9 @@ def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
     content = access.read(name, 0, size)
     if content == content[:4] * math.prod(shape):
         raise DamagedError(
-            f"the {role} of {weight.codes} holds one number alone, so that all codes are equal",
+            f"the {role} of {weight.codes} holds only one number, so all codes have the same value",
             tensor=name,
-            expected="numbers that differ",
+            expected="different numbers",
             got=f"{math.prod(shape)} times {struct.unpack('<f', content[:4])[0]:g}",
         )
 
@@ -245,7 +246,7 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
     of = view(maxima, [1, 1, count])
     if state.nested is not None:
         if not state.nested.is_float32:
-            raise NoValuesError(f"the nested maxima of {weight.codes} are not computed in float32")
+            raise NoValuesError(f"the nested maxima of {weight.codes} are not stored in float32")
         nested = min(state.nested.blocksize, max(1, count))
         inner_table, outer = weight.companions["nested table"], weight.companions["nested maxima"]
         factors = scale(view(outer, [1, 1, ceil_div(count, nested)]), [1, 1, nested])
@@ -282,12 +283,12 @@ def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
     layout = access.read(name, 0, 1)[0] if name is not None and access.looks else 0
     if name is not None and layout > _LAYOUTS:
         raise DamagedError(
-            f"the format of {weight.codes} is none of bitsandbytes, so nothing loads it",
+            f"bitsandbytes does not know the format of {weight.codes}, so nothing can load it",
             tensor=name,
             expected=f"0 (rows) to {_LAYOUTS}",
             got=str(layout),
         )
-    raise NoValuesError("int8 is kept as it is: its outliers are no part of it")
+    raise NoValuesError("fastshard does not dequantise int8: its outliers are not stored")
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -70,8 +70,8 @@ telling: Mapping[str, dict[str, Any]] = {
 _STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 _IN_GROUPS = ("group", "tensor_group")
 _TRANSFORMED = (
-    "its transform_config has the model turn what goes into a layer: the values of the weight alone are not "
-    "those of the model"
+    "its transform_config makes the model transform the inputs of a layer, so the weight's values alone are "
+    "not those of the model"
 )
 _I32, _U8 = frozenset(("I32",)), frozenset(("U8",))
 _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
@@ -412,7 +412,7 @@ def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
     numbers = list(memoryview(raw).cast("q") if kind == "I64" else memoryview(raw).cast("i"))
     if numbers[:-1] != list(words[:-1]) or numbers[-1] <= 0 or ceil_div(numbers[-1] * bits, 32) != words[-1]:
         raise DamagedError(
-            f"the shape that is stated of {weight.codes} is not that of its codes",
+            f"the stated shape of {weight.codes} does not match its codes",
             tensor=name,
             expected=str(list(weight.sizes.shape)),
             got=str(numbers),

@@ -83,7 +83,7 @@ class Form:
     #: Whether the codes may be of a weight of this shape, by what their own shape says.
     fits: Callable[[Sizes, tuple[int, ...]], bool] = exactly
     #: What makes its values, where they are made here; the reason where they are not.
-    values: Callable[[Weight, ValueAccess], Values] | str = "its values are not made here"
+    values: Callable[[Weight, ValueAccess], Values] | str = "fastshard cannot dequantise them"
 
     def module(self, name: str) -> str | None:
         """Return the module, or the stack of experts, whose codes a tensor is; None for other tensors."""

@@ -201,7 +201,7 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
     for codes in _read_zero_points(kind.bits, access, rows, name, count):
         if kind.symmetric and bool((codes == middle).all()):
             raise NoValuesError(
-                f"the config says {declared}, and the zero points of {name} are those of {other}"
+                f"the config states {declared}, but the zero points of {name} are those of {other}"
             )
         highest += int((codes == most).sum()) if kind.low else 0
         if kind.symmetric:
@@ -209,8 +209,8 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
             break
     if highest:
         return (
-            f"{highest:,} zero points of {name} are {most}: they are read as {most + 1} here, and as 0 by "
-            "some versions of AutoGPTQ",
+            f"{highest:,} zero points of {name} are {most}: fastshard reads them as {most + 1}, some "
+            "versions of AutoGPTQ as 0",
         )
     return ()
 

@@ -114,7 +114,7 @@ def _companions(
         found += [
             Finding.of(
                 codes.UNKNOWN_TENSOR,
-                f"{codes_name} has two tensors of {one.role}, and loaders differ in which they take",
+                f"{codes_name} has two tensors of {one.role}, and loaders differ in which one they use",
                 tensor=name,
                 expected=names[0],
                 got=name,
@@ -139,7 +139,7 @@ def _companions(
             found.append(
                 Finding.of(
                     codes.DTYPE,
-                    f"the {one.role} of {codes_name} {_are(one)} of another dtype than {form.name} has",
+                    f"the {one.role} of {codes_name} {_are(one)} of another dtype than {form.name} needs",
                     tensor=name,
                     expected=" or ".join(sorted(one.dtypes)),
                     got=dtype,
@@ -184,9 +184,9 @@ def _misfit(
     usual = fitting[0] if fitting else ()
     why = ""
     if len(shape) >= 2 and (*shape[:-2], shape[-1], shape[-2]) in fitting:
-        why = "; it is that of the transposed weight"
+        why = "; it fits the transposed weight"
     elif len(shape) == len(usual) >= 2 and all(a in (b, b - 1) for a, b in zip(shape, usual, strict=True)):
-        why = "; the last block, which is short, is left out"
+        why = "; the last, shorter block has none"
     return Finding.of(
         codes.SHAPE,
         f"the {one.role} of {codes_name} {_are(one)} not of its shape {list(sizes.shape)}{why}",
@@ -200,7 +200,7 @@ def _misfit(
 def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
     return Finding.of(
         codes.SHAPE,
-        f"the codes of a weight that is stored as {form.name} have another shape",
+        f"the codes of a weight stored as {form.name} have another shape",
         tensor=name,
         expected="a matrix of codes",
         got=str(list(shape)),
@@ -248,7 +248,7 @@ def _orphans(
             named.add(codes_name)
             yield Finding.of(
                 codes.MISSING_TENSOR,
-                f"its {one.role} {_are(one)} there, and the codes are missing",
+                f"its {one.role} {_are(one)} stored, but the codes are missing",
                 tensor=codes_name,
                 file=None,
                 help=_COPY,
@@ -261,7 +261,7 @@ def _orphans(
                 codes.UNKNOWN_TENSOR,
                 f"{one.role} of {codes_name}, which is stored as {tensors[codes_name][0]} and needs none",
                 tensor=name,
-                help="leave the stale one out (--exclude); it is from the model before or after it was "
+                help="leave out the stale tensor (--exclude); it is from the model before or after it was "
                 "quantised",
             )
 
@@ -270,23 +270,23 @@ def _impossible(config: QuantisationConfig, error: ImpossibleSettingError) -> Fi
     place = "header" if config.file.startswith("the header") else config.file
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which "
-        "no code has a value",
+        f"{config.file} states {error.key} {error.got} for weights quantised by {config.method}, so no code "
+        "has a value",
         file=config.file if config.file.endswith(".json") else None,
         expected=f"{error.key}: {error.expected}",
         got=error.got,
-        help=f"restore the {place} of the quantised model (of its download, or as the quantiser saved it)",
+        help=f"restore the {place} of the quantised model (from its download, or as the quantiser saved it)",
     )
 
 
 def _none_at_all(config: QuantisationConfig) -> Finding:
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        f"{config.file} says that weights are quantised ({config.method}), and none is",
+        f"{config.file} states that weights are quantised ({config.method}), but none is",
         file=config.file,
         expected="quantised weights",
-        got="plain tensors alone",
-        help="leave quantization_config out of config.json, if the weights were written with their values",
+        got="only plain tensors",
+        help="if the weights were dequantised, remove quantization_config from config.json",
     )
 
 
@@ -318,14 +318,14 @@ def _uneven(
             if not config.skips(module):
                 yield Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {config.file} says "
-                    f"that it is quantised ({config.method})",
+                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, but {config.file} "
+                    f"states that it is quantised ({config.method})",
                     tensor=f"{module}.weight",
                     expected=f"{weights[by_role[role][0]].form.name}, "
                     f"as in {len(by_role[role])} other places",
                     got=tensors[f"{module}.weight"][0],
-                    help="restore the file that the quantiser wrote, or list the module among those that are "
-                    "not converted",
+                    help="restore the file that the quantiser wrote, or list the module among the modules "
+                    "that are not converted",
                 )
 
 
@@ -363,13 +363,13 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
                 )
                 yield Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{name} is stored as {called.format(kind)} with its {needed[0].role}, and no "
-                    "quantization_config says that weights are quantised",
+                    f"{name} is stored as {called.format(kind)} with its {needed[0].role}, but no "
+                    "quantization_config states that weights are quantised",
                     tensor=name,
                     expected="quantization_config in config.json",
                     got="none",
-                    help="restore the config.json of the quantised model (of its download, or as the "
-                    "quantiser saved it): without quantization_config every tool takes the codes for "
+                    help="restore the config.json of the quantised model (from its download, or as the "
+                    "quantiser saved it): without quantization_config every tool reads the codes as "
                     "values",
                 )
                 return
@@ -390,6 +390,6 @@ def _first(found: Iterable[Finding]) -> Iterator[Finding]:
         if len(alike) > _MOST_NAMED:
             rest = alike[_MOST_NAMED]
             yield rest.replace(
-                message=f"{rest.message}; so it is with {len(alike) - _MOST_NAMED - 1:,} more",
+                message=f"{rest.message}; the same holds for {len(alike) - _MOST_NAMED - 1:,} more",
                 count=len(alike) - _MOST_NAMED,
             )

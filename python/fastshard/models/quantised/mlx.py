@@ -43,7 +43,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
             _words,
             (scales, biases),
             fits=_fits,
-            values="its values are not made here",
+            values="fastshard cannot dequantise them",
         ),
     ]
 

@@ -259,7 +259,7 @@ def _refuse_before(weight: Weight) -> None:
     for companion in _BEFORE:
         if (name := weight.companions.get(companion.role)) is not None:
             raise NoValuesError(
-                f"{name} is a part of the layer: the values of the weight alone are not those of the model"
+                f"{name} is part of the layer: the weight's values alone are not those of the model"
             )
 
 

@@ -66,11 +66,11 @@ class QuantisationConfig:
         if isinstance(groups, Mapping) and len(groups) > _MOST_GROUPS:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "config_groups: more groups than are read",
+                "config_groups has more groups than fastshard reads",
                 file=self.file,
                 expected=f"at most {_MOST_GROUPS}",
                 got=str(len(groups)),
-                help="write groups of one form as one group with several targets",
+                help="write groups with the same settings as one group with several targets",
             )
         # A file of AWQ's own does not name the method.
         found: list[Form] = KNOWN[self.method].forms(

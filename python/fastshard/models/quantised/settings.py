@@ -85,7 +85,7 @@ class Settings:
         value = self.values.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 <= value <= _FLOAT32:  # type: ignore[operator]
-            raise self.refuse(key, "a finite number of zero or above")
+            raise self.refuse(key, "a finite number, zero or more")
         return float(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, *, default: bool) -> bool:
@@ -142,7 +142,7 @@ class Settings:
         """
         value = self.values.get(key)
         if not isinstance(value, list) or not all(_is_integer(n, 0, 1 << 62) for n in value):
-            raise self.refuse(key, "a list of integers of zero or above")
+            raise self.refuse(key, "a list of integers, zero or more")
         if math.prod(value) >= 1 << 62:
             raise self.refuse(key, "the shape of a weight")
         return tuple(value)

@@ -64,7 +64,7 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
             if found.setdefault(name, record).fields != fields:
                 differing[name] = Finding.of(
                     codes.BAD_VALUE,
-                    "two files say different things of a tensor of torchao, so one of them is of another "
+                    "two files describe a tensor of torchao differently, so one of them is from another "
                     "model",
                     tensor=name,
                     help="copy all files of the checkpoint again from the host that saved it",
@@ -72,7 +72,7 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
     unsaid = [
         Finding.of(
             codes.BAD_VALUE,
-            "a header of torchao lists a tensor and does not say what it is, so nothing loads it",
+            "a header of torchao lists a tensor without describing it, so nothing can load it",
             tensor=name,
             help="copy the file again from the host that saved it",
         )
@@ -130,7 +130,7 @@ def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
     is_file = name.endswith(".json")
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        f"{name} states {error.key} of torchao as {error.got}, by which no code has a value",
+        f"{name} states {error.key} {error.got} for torchao, so no code has a value",
         file=name if is_file else None,
         tensor=None if is_file else name,
         expected=f"{error.key}: {error.expected}",
@@ -148,7 +148,7 @@ def missing(
             if part not in names and part not in lost:
                 yield Finding.of(
                     codes.MISSING_TENSOR,
-                    f"{name} is stored as a tensor of torchao, and a part of it is missing",
+                    f"{name} is stored as a tensor of torchao, but a part of it is missing",
                     tensor=part,
                     help="copy the file that holds it from the original checkpoint",
                 )
@@ -164,13 +164,13 @@ def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
             return [
                 Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{name} holds codes of torchao with their scales, and no header says what they are, "
-                    "which quantization_config needs as well",
+                    f"{name} holds codes of torchao with their scales, but no header describes them, which "
+                    "quantization_config requires",
                     tensor=name,
                     expected="a description of each tensor in the headers of the files",
                     got="none",
-                    help="copy the file again from the host that saved it: what has written it anew has left "
-                    "out its __metadata__",
+                    help="copy the file again from the host that saved it: a tool that rewrote it has "
+                    "dropped its __metadata__",
                 )
             ]
     return []

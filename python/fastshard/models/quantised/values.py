@@ -154,7 +154,7 @@ def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -
             return [1, min(rows, high), min(columns, wide)], grid
     if shape in each_channel(sizes):
         return [math.prod(sizes.lead[1:]), high, wide], [sizes.lead[0], 1, 1]
-    raise NoValuesError(f"scales of {list(shape)} are of no blocks of {list(sizes.shape)}")
+    raise NoValuesError(f"scales of {list(shape)} do not match any blocks of {list(sizes.shape)}")
 
 
 def _spelled(lead: tuple[int, ...], high: int, wide: int) -> list[tuple[int, ...]]:
