@@ -106,7 +106,7 @@ def test_a_process_directory_copied_beside_a_merged_store_is_read(tmp_path: Path
     ran = cli("merge", root, tmp_path / "out")
     assert ran.code == 0, ran.out
     assert merged(tmp_path / "out") == wanted(BROKEN)
-    assert ran.having("FS111", message="8 keys are in the directories of processes only")
+    assert ran.having("FS111", message="8 keys are only in the directories of processes")
 
 
 @pytest.mark.parametrize("depth", ["", "checkpoints", "checkpoints/4000", ITEMS])

@@ -72,16 +72,16 @@ def test_a_device_of_which_nothing_is_here_is_named() -> None:
     (finding,) = verdict.findings
     assert finding.tensor == "w"
     assert finding.got == (
-        "3 speak for zeros, since others are here of what wrote them; "
-        "2 for loss, since nothing is here that device 3 wrote"
+        "3 were probably zeros, because other chunks of the same writer are present; "
+        "2 were probably lost, because all chunks that device 3 wrote are missing"
     )
-    assert finding.help is not None and "device 3 wrote, on the disks of the hosts" in finding.help
+    assert finding.help is not None and "device 3 wrote on the disks of the hosts" in finding.help
 
 
 def test_plain_files_say_what_speaks_for_what() -> None:
     (finding,) = judged([WEIGHT, ZERO], ROWS, BOTH, present=set(), per_process=False).findings
     assert finding.code == "FS111" and finding.severity == "error"
-    assert finding.got == "4 speak for zeros, since others are here of what wrote them"
+    assert finding.got == "4 were probably zeros, because other chunks of the same writer are present"
     assert finding.help is not None and "the hosts that ran devices 0 to 3" in finding.help
     (finding,) = judged([WEIGHT, ZERO], ROWS, {}, present=set(), per_process=False).findings
     assert finding.got == "4 have no known writer"
@@ -254,5 +254,5 @@ def test_what_orbax_saved_is_told_by_devices(tmp_path: Path) -> None:
     # Never merged: nothing names what the other host holds, and which devices are its own.
     node = renumbered(copy(BROKEN / "node0", tmp_path / "node0"))
     ran = assert_refused(node, tmp_path / "out2", "FS111", exit=3)
-    assert "8 for loss, since nothing is here that device 1 wrote" in ran.errors[0]["got"]
+    assert "8 were probably lost, because all chunks that device 1 wrote are missing" in ran.errors[0]["got"]
     assert cli("merge", node, BROKEN / "node1", tmp_path / "out3").code == 0

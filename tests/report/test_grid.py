@@ -235,7 +235,7 @@ def test_layers_in_a_row_that_one_finding_tells_of_are_each_missing(tmp_path: Pa
     run = Finding(
         "FS103",
         "error",
-        "layers 03 to 22 are missing: all of their files",
+        "all files of layers 03 to 22 are missing",
         file="global_step4/layer_03-model_00-model_states.pt",
         layers=range(3, 23),
     )

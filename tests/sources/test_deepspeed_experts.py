@@ -221,7 +221,7 @@ def test_an_experts_file_is_missing(layer: int, expert: int, tmp_path: Path) -> 
     name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
     (root / TAG / name).unlink()
     assert_refused(
-        root, tmp_path / "out", "FS101", exit=3, file=name, rank=f"expert {expert} of mixture {layer}"
+        root, tmp_path / "out", "FS101", exit=3, file=name, rank=f"expert {expert} of MoE layer {layer}"
     )
 
 

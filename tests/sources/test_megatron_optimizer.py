@@ -114,7 +114,7 @@ def _damaged(run: Run, **args: Any) -> Run:
     ("run", "message"),
     [
         # The order of the modules is the other one.
-        (_damaged(Run(tp=2), transformer_impl="transformer_engine"), "does not lie where it must"),
+        (_damaged(Run(tp=2), transformer_impl="transformer_engine"), "is not at its expected place"),
         (_damaged(Run(tp=2), pipeline_model_parallel_layout="E|t|tL"), "pipeline_model_parallel_layout"),
         (_damaged(Run(tp=2), pipeline_model_parallel_size=2), "other model-parallel ranks"),
         (_damaged(RUNS["moe"], expert_tensor_parallel_size=1), "not divided among 1"),

@@ -107,11 +107,11 @@ def test_the_newest_by_number_is_taken_and_said_first(framework: Framework, tmp_
     name = framework.name.format(n=10)
     ran = cli("inspect", run)
     assert taken(ran) == name and ran.doc["complete"], ran.findings
-    assert ran.having("FS112")[0]["message"].startswith(f"step {name} is taken, the newest by number; 2 more")
+    assert ran.having("FS112")[0]["message"].startswith(f"step {name} is used, the newest by number; 2 more")
     first = cli("inspect", run, json_output=False).out.splitlines()[0]
-    assert first.startswith(f"step {name} is taken")
+    assert first.startswith(f"step {name} is used")
     ran = cli("merge", run, tmp_path / "out", json_output=False)
-    assert ran.code == 0 and ran.out.splitlines()[0].startswith(f"step {name} is taken")
+    assert ran.code == 0 and ran.out.splitlines()[0].startswith(f"step {name} is used")
     for wanted in ("9", framework.name.format(n=9)):
         ran = cli("inspect", run, "--step", wanted)
         assert taken(ran) == framework.name.format(n=9) and not ran.having("FS112")
@@ -172,7 +172,7 @@ def test_the_tracker_is_followed_and_what_is_newer_is_named(key: str, tmp_path: 
     (run / framework.name.format(n=30)).mkdir()
     ran = cli("merge", run, tmp_path / "out")
     assert ran.code == 0, ran.findings
-    assert ran.having("FS112")[0]["message"].startswith(f"step {name} is taken, {framework.tracker} names it")
+    assert ran.having("FS112")[0]["message"].startswith(f"step {name} is used, {framework.tracker} names it")
     told = {f["file"]: f["severity"] for f in ran.having("FS104")}
     assert told == {framework.name.format(n=n): "warning" for n in (9, 30)}
 

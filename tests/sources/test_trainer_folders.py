@@ -222,7 +222,7 @@ def test_a_file_that_is_gone_changes_no_result(name: str, made: Made, tmp_path: 
             assert not out.exists() and ran.errors, path
         elif FOUND[name] is None and path.name.startswith(("model", "adapter")) and path.parent == run:
             # A run has such a folder before its end too: then the newest step is taken, and said.
-            assert ran.having("FS112", message="step checkpoint-20 is taken, the newest by number"), path
+            assert ran.having("FS112", message="step checkpoint-20 is used, the newest by number"), path
         else:
             assert same(read_result(out), want), path
         path.write_bytes(kept)
@@ -327,7 +327,7 @@ def test_a_tracker_above_the_final_model_is_told_by_what_is_taken(tmp_path: Path
     ran = cli("merge", run, tmp_path / "out")
     (found,) = ran.having("FS104", severity="warning")
     assert ran.code == 0 and found["got"] == "'checkpoint-20'" and not found.get("expected"), ran.out
-    assert "itself is taken" in found["message"]
+    assert "itself is used" in found["message"]
     assert same(read_result(tmp_path / "out"), trainer_folders.weights(0))
     assert cli("merge", run, tmp_path / "step", "--step", "checkpoint-20").code == 0
     assert same(read_result(tmp_path / "step"), trainer_folders.weights(1))

@@ -142,7 +142,7 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
             near = meant(word, ACCEPTABLE)
             raise FastshardError.of(
                 codes.USAGE,
-                f"accept has no word {one!r}{near}",
+                f"accept has no value {one!r}{near}",
                 expected=f"{', '.join(ACCEPTABLE)} or copies=GLOB",
             )
     return what
@@ -236,11 +236,11 @@ def counted(text: str, file: File) -> int:
     if number > MAX_DEGREE:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "the file's name counts further than any run does",
+            "the number in the file's name is higher than any run can have",
             file=file.path,
             expected=f"at most {MAX_DEGREE}",
             got=text if len(text) < 24 else f"{text[:20]}...",
-            help="move the file away if it is no part of this save",
+            help="move the file away if it is not part of this save",
         )
     return number
 
@@ -302,4 +302,4 @@ def missing(
 
 def unexpected(path: str, why: str) -> Finding:
     """Report a file that is not part of this checkpoint and was not read; ``why`` gives the evidence."""
-    return Finding.of(codes.UNEXPECTED_FILE, why, file=path, help="move it away if another run left it")
+    return Finding.of(codes.UNEXPECTED_FILE, why, file=path, help="move the file away if another run left it")

@@ -132,9 +132,9 @@ def folder_of(
         folders = sorted({folder for _, folder in candidates})
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "several folders hold a checkpoint",
+            "several directories hold a checkpoint",
             got=", ".join(folder or "." for folder in folders[:MOST_NAMED]),
-            help="pass one folder as CKPT, or choose a step",
+            help="pass one directory as CKPT, or choose a step",
             run=["--step NAME"],
         )
     chosen = choose(listing, found[0], options, trackers)
@@ -196,7 +196,7 @@ def _take_one_model(
         codes.AMBIGUOUS,
         "the checkpoint holds several models",
         got=", ".join(model or "." for model in models[:MOST_NAMED]),
-        help="choose one, or pass its folder as CKPT",
+        help="choose one, or pass its directory as CKPT",
         run=[f"--step {shlex.quote('/'.join([*steps, name]))}" for name in names[:MOST_NAMED]],
     )
     raise SeveralModels(finding, steps=names)
@@ -213,12 +213,12 @@ def within_this(folders: Iterable[str]) -> list[Finding]:
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
-            "state of the run beside the model: it is not read"
+            "the state of the run next to the model is not read"
             if holds_state(folder)
-            else "a checkpoint within this one",
+            else "the directory holds another checkpoint",
             severity="note" if holds_state(folder) else None,
             file=folder,
-            help=f"pass {folder} to read that one",
+            help=f"pass {folder} to read that checkpoint",
         )
         for folder in folders
     ]
@@ -239,8 +239,8 @@ def note_steps_within(folders: Iterable[str]) -> list[Finding]:
     return [
         Finding.of(
             codes.STEP_TAKEN,
-            f"the model in the folder itself is taken; {len(steps)} step{'s' if len(steps) > 1 else ''} "
-            f"{'are' if len(steps) > 1 else 'is'} there: {have(steps)}",
+            f"the model in the directory itself is used; the directory also has {len(steps)} "
+            f"step{'s' if len(steps) > 1 else ''}: {have(steps)}",
             help="choose a step",
             run=[f"--step {shlex.quote(newest)}"],
         )
@@ -365,7 +365,7 @@ def no_steps(wanted: str) -> FastshardError:
     return FastshardError.of(
         codes.NO_SUCH_PATH,
         f"there is no step {shown(wanted)}: this checkpoint has no steps",
-        help="leave out --step, or name the folder that holds the steps as CKPT",
+        help="leave out --step, or name the directory that holds the steps as CKPT",
     )
 
 
@@ -384,9 +384,9 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
     if len(found) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            f"several folders are of step {shown(wanted)}",
+            f"several directories are step {shown(wanted)}",
             got=have(found),
-            help="pass its full name, or its folder as CKPT",
+            help="pass its full name, or its directory as CKPT",
             run=["--step NAME"],
         )
     return found[0]
@@ -408,7 +408,7 @@ def _newest(names: list[str]) -> str:
     if rivals:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "several steps are here, and nothing says which is the newest",
+            "there are several steps, and nothing states which is the newest",
             got=have([best, *rivals]),
             help="choose one of these",
             run=[f"--step {shlex.quote(best)}"],
@@ -423,14 +423,14 @@ def _note_choice(name: str, steps: Mapping[str, Step], tracker: File | None) -> 
         return []
     why = f"{tracker.path} names it" if tracker else "the newest by number"
     message = (
-        f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: "
+        f"step {name} is used, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} available: "
         f"{have(others)}"
     )
     return [
         Finding.of(
             codes.STEP_TAKEN,
             message,
-            help="choose another",
+            help="choose another step",
             run=[f"--step {shlex.quote(max(others, key=numbers_of))}"],
         )
     ]
@@ -456,10 +456,10 @@ def _later(
     if tracker is None and (other := _find_other_newer(listing, steps[name], name, known)) is not None:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "a newer step is there that another framework has saved: nothing says which one is meant",
+            "another framework saved a newer step here: nothing states which one to use",
             file=other,
             got=f"{name}, {other}",
-            help="choose the step, or pass the folder of the other as CKPT",
+            help="choose the step, or pass the other framework's directory as CKPT",
             run=[f"--step {shlex.quote(name)}"],
         )
     findings = []
@@ -468,22 +468,22 @@ def _later(
             why = "which the tracker does not name" if tracker and not temporary else "not finished"
             finding = Finding.of(
                 codes.UNCOMMITTED,
-                f"a newer step is there, {why}: a run may be writing it now",
+                f"there is a newer step, {why}: a run may be writing it now",
                 severity="warning",
                 file=other,
-                got=f"step {name} is taken",
-                help="choose another",
+                got=f"step {name} is used",
+                help="choose another step",
                 run=["--step NAME"],
             )
         else:
             finding = Finding.of(
                 codes.UNCOMMITTED,
-                "a newer step has its final name and cannot be used",
+                "a newer step has its final name, but cannot be used",
                 severity="warning" if "older-step" in options.accept else None,
                 decided="accept older-step" if "older-step" in options.accept else None,
                 file=other,
                 expected="the files of a complete step",
-                got=f"{name} is the newest that can be read",
+                got=f"{name} is the newest step that can be read",
                 help="restore its missing files, or use the older step",
                 run=[f"--step {shlex.quote(name)}"],
             )

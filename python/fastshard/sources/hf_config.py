@@ -236,7 +236,7 @@ def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Findin
     return [
         Finding.of(
             codes.MISSING_FILE,
-            "auto_map of config.json names code that is missing: the model is not loaded with "
+            "auto_map of config.json names code that is missing: transformers cannot load the model with "
             "trust_remote_code",
             severity="warning",
             file=file,
@@ -257,11 +257,11 @@ def _find_missing_modules(path: Path | None) -> list[Finding]:
     return [
         Finding.of(
             codes.MISSING_FILE,
-            "modules.json names a module that is missing: sentence-transformers does not load the model",
+            "modules.json names a module that is missing: sentence-transformers cannot load the model",
             severity="warning",
             file=f"{one}/config.json",
             evidence="modules.json",
-            help="copy the folder from the original model",
+            help="copy the directory from the original model",
         )
         for one in missing
     ]
@@ -272,11 +272,11 @@ def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
     if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
         raise FastshardError.of(
             codes.BAD_VALUE,
-            "a config of transformers that is no model's",
+            "the file is not a model config of transformers",
             file=label,
             expected="model_type or architectures",
             got="neither",
-            help="pass the model's config.json; generation_config.json says nothing of the model",
+            help="pass the model's config.json; generation_config.json does not describe the model",
         )
 
 
@@ -387,8 +387,8 @@ def _take_spelling(
     model_type, framework = config.get("model_type"), naming_schemes.framework(spelling)
     if model_type not in naming_schemes.model_types(spelling):
         why = (
-            f"{framework} has no model of the type {shown(model_type)}: nothing says how its tensors are "
-            "laid out there"
+            f"{framework} has no model of the type {shown(model_type)}: its layout for the tensors is not "
+            "known"
         )
         source.model = replace(source.model, dialect=None, no_table=why)
         return
@@ -477,7 +477,7 @@ def _why_not(
     """
     model_type = config.get("model_type")
     if layout is None:
-        return f"model_type {shown(model_type)} has no table"
+        return f"model_type {shown(model_type)} has no layout table"
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if isinstance(quantised, dict) and method not in _PLAIN:
@@ -588,7 +588,7 @@ def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> li
             codes.MISSING_TENSOR,
             f"architectures says {kind.name}, which has this tensor",
             tensor=head,
-            help="copy the file that holds it again: it is missing or truncated",
+            help="copy the file that holds it again: the file is missing or truncated",
         )
         for head in kind.head
         if not any(name == head or name.endswith(f".{head}") for name in stored)

@@ -81,18 +81,17 @@ def disagreeing(
             count=len(moved),
             expected=f"{paths[elsewhere[moved[0]]]} in the index",
             got=paths[weight_map[moved[0]]],
-            help="write the index again: a loader that follows it finds nothing there",
+            help="write the index again: a loader that follows it does not find the tensors",
         )
     if prefix is not None:
         in_files = f"{prefix[0]}NAME, in the files {prefix[1]}NAME"
         yield Finding.of(
             codes.INDEX_NAMES_ANOTHER_FILE,
-            f"the index and the files spell the names differently: {in_files}; the names in the files are "
-            "used",
+            f"the index and the files use different names: {in_files}; the names in the files are used",
             severity="warning",
             file=index or paths[weight_map[gone[0]]],
             tensor=gone[0],
-            help="write the index again: a loader that follows it finds nothing",
+            help="write the index again: a loader that follows it does not find the tensors",
         )
         return
     for name in gone:

@@ -70,11 +70,11 @@ def find_lost_model(names: Collection[str], where: str) -> Finding | None:
         return None
     return Finding.of(
         codes.MISSING_FILE,
-        "the model is missing: only the optimizer's state and the like of a Levanter step are there",
+        "the model is missing: there is only the optimizer state and similar data of a Levanter step",
         file=where,
-        expected="the folder model beside them",
+        expected="the directory model next to it",
         got=", ".join(sorted({name.partition("/")[0] for name in names})),
-        help="copy the folder model from the node that saved the step, or choose another step with --step",
+        help="copy the directory model from the node that saved the step, or choose another step with --step",
     )
 
 
@@ -90,11 +90,11 @@ def find_lost_moments(names: Collection[str], where: str) -> list[Finding]:
     return [
         Finding.of(
             codes.MISSING_TENSOR,
-            "this moment of the optimizer is missing, and the other one of the same weight is there",
+            "this moment of the optimizer is missing, although the other moment of the same weight exists",
             severity="warning",
             file=where,
             tensor=f"{inner}{lacking}/{name}",
-            help="copy it from the node that saved the step: a run cannot go on without it",
+            help="copy it from the node that saved the step: a run cannot continue without it",
         )
         for inner, of in sorted(slots.items())
         if of["mu"] and of["nu"]
@@ -160,16 +160,16 @@ def _describe_model(
     if config is None:
         finding = Finding.of(
             codes.FACT_UNKNOWN,
-            "a step of Levanter does not say what its model computes (model_type, rope_theta, eps)",
-            help="pass the config.json of the model that it was started as, or of one of its exports; or "
-            "merge, which keeps the names",
+            "a Levanter step does not state what its model computes (model_type, rope_theta, eps)",
+            help="pass the config.json of the model that training started from, or of one of its exports; "
+            "or merge, which keeps the names",
             run=["--config FILE", "fastshard merge CKPT OUT"],
         )
         return Description("llama", dialect=RefusedModel("Levanter", finding))
     if config_json.layout_of(config, label) not in _OF_CONFIG:
         finding = Finding.of(
             codes.UNSUPPORTED,
-            f"no layout for a {shown(config.get('model_type'))} of Levanter",
+            f"there is no layout for a {shown(config.get('model_type'))} of Levanter",
             file=label,
             expected=_OF_LLAMA,
             got=shown(config.get("model_type")),
@@ -191,7 +191,7 @@ def _find_contradictions(
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            f"the config is of another model: a {shown(config.get('model_type'))} with its settings has no "
+            f"the config is for another model: a {shown(config.get('model_type'))} with its settings has no "
             "such tensor",
             file=where,
             tensor=root + name,

@@ -126,11 +126,11 @@ def _find_repeated(tree: NnxNames) -> list[Finding]:
     findings = [
         Finding.of(
             codes.OVERLAP,
-            "the tree holds this tensor twice, under two forms of its name: nothing says which one is meant",
+            "the tree holds this tensor twice, under two forms of its name: nothing states which one to use",
             tensor=stored[1],
             expected="one of them",
             got=", ".join(stored),
-            help="leave one of them out of a merge, or move what another save has left away",
+            help="leave out one of them when merging, or move away the files of another save",
             run=[f"--exclude '{stored[1]}'"],
         )
         for stored in tree.repeated.values()
@@ -138,7 +138,7 @@ def _find_repeated(tree: NnxNames) -> list[Finding]:
     more = len(findings) - _NAMED
     if more <= 0:
         return findings
-    return [*findings[:_NAMED], Finding.of(codes.OVERLAP, f"and {more} more tensors that are there twice")]
+    return [*findings[:_NAMED], Finding.of(codes.OVERLAP, f"and {more} more tensors that exist twice")]
 
 
 def _find_obstacle(tree: NnxNames) -> FastshardError | None:
@@ -146,10 +146,10 @@ def _find_obstacle(tree: NnxNames) -> FastshardError | None:
     if tree.factors:
         return FastshardError.of(
             codes.UNSUPPORTED,
-            f"{len(tree.factors)} factors of an adapter are not merged into the weights: their scale is not "
-            "in the checkpoint",
+            f"{len(tree.factors)} adapter factors are not merged into the weights: the checkpoint does not "
+            "state their scale",
             tensor=tree.factors[0],
-            expected="weights alone",
+            expected="only weights",
             help="merge them in the run that trained them (MaxText's to_huggingface takes lora_alpha and "
             "lora_rank), and save the model; or merge the checkpoint, which keeps all names",
             run=["fastshard merge CKPT OUT"],
@@ -158,10 +158,10 @@ def _find_obstacle(tree: NnxNames) -> FastshardError | None:
         containers = (tree.container, *tree.other_containers)
         return FastshardError.of(
             codes.AMBIGUOUS,
-            "the checkpoint holds weights in several places: nothing says which model is meant",
+            "the checkpoint holds weights in several places: nothing states which model to use",
             expected="one model",
             got=", ".join(f"{container}*" for container in containers),
-            help="save the model alone; or merge the checkpoint, which keeps all names",
+            help="save only the model; or merge the checkpoint, which keeps all names",
             run=["fastshard merge CKPT OUT"],
         )
     return None
@@ -184,11 +184,12 @@ def _family(
     source.findings.append(
         Finding.of(
             codes.UNSUPPORTED,
-            "no layout for this MaxText model: its tensors can be merged, not converted to other layouts",
+            "there is no layout for this MaxText model: its tensors can be merged, but not converted to "
+            "other layouts",
             severity="note",
             tensor=tree.spell(tree.root + strange[likely][0]) if strange[likely] else None,
             expected="a model of the " + " or ".join(f"{f} kind" for f in FAMILIES),
-            help="describe its tensors in a layout of your own",
+            help="describe its tensors in your own layout",
             run=["--layout FILE.toml"],
         )
     )
@@ -369,6 +370,6 @@ def _scan_axis(
         "the shapes do not show along which axis the layers are stacked",
         expected="one axis",
         got=" or ".join(map(str, best)),
-        help="pass MaxText's yml, which must say param_scan_axis",
+        help="pass MaxText's yml, which must state param_scan_axis",
         run=["--config FILE"],
     )

@@ -69,7 +69,7 @@ def recognise(
             f"prefix: no name begins with {chosen!r}",
             expected=f"one of {', '.join(tops[:_MOST_NAMED])}",
             got=chosen,
-            help="pass what stands before the model's own names",
+            help="pass the prefix before the model's own names",
         )
     inner = [""] if config is None else _fitting(inside, config)
     source.names.is_chosen, source.names.prefix = True, outer + inner[0]

@@ -55,11 +55,12 @@ def describe(
         source.findings.append(
             Finding.of(
                 codes.UNSUPPORTED,
-                "no layout for this Paxml model: its tensors can be merged, not converted to other layouts",
+                "there is no layout for this Paxml model: its tensors can be merged, but not converted to "
+                "other layouts",
                 severity="note",
                 tensor=strange[0],
-                expected="GPT-3 as in MLPerf, its layers repeated",
-                help="describe its tensors in a layout of your own",
+                expected="GPT-3 as in MLPerf, with repeated layers",
+                help="describe its tensors in your own layout",
                 run=["--layout FILE.toml"],
             )
         )

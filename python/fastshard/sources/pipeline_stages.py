@@ -72,7 +72,7 @@ def join(
         source.findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(models)} state dicts are stages of one model: its names are taken without "
+                f"{len(models)} state dicts are stages of one model: their names are read without "
                 f"{some([f'{parent}{key}.' for key in models], _MOST_NAMED)}",
                 severity="note",
             )

@@ -246,9 +246,7 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     known = looks_like(listing)
     raise FastshardError.of(
         codes.NOT_A_CHECKPOINT,
-        "no checkpoint that fastshard knows"
-        if len(listing.roots) == 1
-        else f"{named}: no checkpoint that fastshard knows",
+        "unknown checkpoint format" if len(listing.roots) == 1 else f"{named}: unknown checkpoint format",
         file=named if len(listing.roots) == 1 else None,
         got=known[0] if known else f"{len(listing.files)} files",
         help=known[1]

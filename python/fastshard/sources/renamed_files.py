@@ -60,7 +60,7 @@ def renamed(
         if original is not None and not accepted:
             finding = Finding.of(
                 codes.DUPLICATED_SHARD,
-                f"a copy of {original}, under whose name it was saved",
+                f"a copy of {original}, saved under that name",
                 expected=name.partition(".")[0],
                 got=archive[:200],
                 file=file["path"],

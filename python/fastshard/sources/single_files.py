@@ -45,7 +45,10 @@ _OF_DEEPSPEED = (
         compile_when_used(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"),
         "one rank's partition of the optimizer state",
     ),
-    (compile_when_used(r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"), "one expert of a mixture"),
+    (
+        compile_when_used(r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"),
+        "one expert of an MoE model",
+    ),
 )
 #: One tensor of a universal checkpoint: a folder of each below ``zero/``. source: DeepSpeed
 #: checkpoint/ds_to_universal.py
@@ -96,10 +99,10 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
     """
     return Finding.of(
         codes.PART,
-        f"a part of a checkpoint, named by itself: {what}",
+        f"only a part of a checkpoint was named: {what}",
         file=path,
         tensor=tensor,
-        help="name the folder that holds all parts; to take the part as it is, accept it",
+        help="name the directory that holds all parts; to use only this part, accept it",
         run=[
             *([] if folder is None else [f"fastshard verify {shlex.quote(show_text(os.fspath(folder)))}"]),
             "--accept part",
@@ -121,7 +124,7 @@ def refuse_unreadable(listing: Listing) -> None:
     """
     file, path = listing.files[0], _path_of(listing, listing.files[0])
     if file.name.endswith(".distcp"):
-        what = "one rank's file of a save of torch.distributed.checkpoint, whose .metadata says what it holds"
+        what = "one rank's file of a torch.distributed.checkpoint save, whose .metadata describes it"
         raise error_for([_only_folder(make_part(file.path, what, path.parent))])
     if not file.name.endswith(READABLE_ALONE) and (store := _find_store(path)) is not None:
         what = "one file of a store of arrays (Orbax, zarr)"
@@ -129,13 +132,13 @@ def refuse_unreadable(listing: Listing) -> None:
     head = safe_files.read_bytes(path, 4, label=file.path, whole=False)
     if (known := find_unread_format(file.name, head)) is not None:
         raise FastshardError.of(
-            codes.NOT_A_CHECKPOINT, f"{known[0]}: it is not read", file=file.path, help=known[1]
+            codes.NOT_A_CHECKPOINT, f"{known[0]} is not supported", file=file.path, help=known[1]
         )
 
 
 def _only_folder(finding: Finding) -> Finding:
     """Return the finding for a part that no reader reads without the others."""
-    return finding.replace(help="name the folder that holds all parts", run=finding.run[:1])
+    return finding.replace(help="name the directory that holds all parts", run=finding.run[:1])
 
 
 def _find_store(path: Path) -> Path | None:
@@ -162,7 +165,7 @@ def refuse_rank_folder(listing: Listing) -> None:
         return
     root = listing.roots[0].absolute()
     if _RANK_FOLDER.match(root.name) and any(file.path in _MEGATRON for file in listing.files):
-        what = "the folder of one rank of Megatron-LM"
+        what = "the directory of one Megatron-LM rank"
         raise error_for([_only_folder(make_part(os.fspath(listing.roots[0]), what, root.parent))])
 
 
@@ -199,7 +202,7 @@ def _by_name(label: str, path: Path) -> Finding | None:
     path = path.absolute()
     if (match := _OF_UNIVERSAL.search(path.as_posix())) is not None:
         step = path.parents[match[0].count("/") - 1]
-        return make_part(label, "one file of a universal checkpoint, which has some for each tensor", step)
+        return make_part(label, "one file of a universal checkpoint, which has several for each tensor", step)
     return None
 
 
@@ -238,7 +241,7 @@ def _by_contents(label: str, path: Path, contents: Contents) -> Finding | None:
     if _is_of_deepspeed(state):
         if state.get("module") is None:
             return make_part(
-                label, "a rank file without weights: they are in the files of the pipeline's layers", folder
+                label, "a rank file without weights, which are in the files of the pipeline's layers", folder
             )
         if any(isinstance(n, int) and n > 1 for n in as_list(state.get("num_experts"))):
             return make_part(label, "the model without its experts, which are in separate files", folder)
@@ -289,16 +292,14 @@ def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
         folder = path.parent if sibling.parent == path.parent else path.parent.parent
         other = sibling.relative_to(folder).as_posix()
         if is_dividing:
-            return make_part(
-                label, f"{other} holds what another model-parallel rank has of the model", folder
-            )
+            return make_part(label, f"{other} holds another model-parallel rank's part of the model", folder)
         others = _shapes_in(sibling)
         if others is None or (name := _find_divided(shapes, others, _is_numbered_model(path))) is None:
             continue
         how = (
             "holds another part of this tensor"
             if name in shapes
-            else "holds this tensor, and the file does not"
+            else "holds this tensor, and this file does not"
         )
         return make_part(label, f"{other} {how}", folder, tensor=name)
     return None

@@ -61,11 +61,11 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
     if other is not None:
         raise FastshardError.of(
             codes.MIXED_STEPS,
-            "tracker files of the directories given name different steps",
+            "the tracker files of the directories name different steps",
             file=str(listing.roots[other.root] / other.path),
             expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
             got=shown(named[other]),
-            help="pass the directories of one save only, or choose a step that all hold",
+            help="pass only the directories of one save, or choose a step that all of them hold",
             run=["--step NAME"],
         )
     return first, named[first]
@@ -132,11 +132,11 @@ def refuse_unfinished(listing: Listing, places: Iterable[tuple[int, str]]) -> li
     return [
         Finding.of(
             codes.UNCOMMITTED,
-            "the checkpoint is marked as unfinished: its save, or its removal, has begun and is not over",
+            "the checkpoint is marked as unfinished: its save or removal has begun and has not ended",
             file=mark,
-            expected="no such file: the run deletes it at the end of a save",
-            help="wait until the run has saved it, or use another step; if the save is known to be whole, "
-            "move that file away",
+            expected="no such file, because the run deletes it at the end of a save",
+            help="wait until the run has saved it, or use another step; if you know that the save is "
+            "complete, move that file away",
         )
         for mark in marks
     ]
@@ -198,10 +198,10 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
         if finding.code == codes.UNCOMMITTED:
             # The step's folder is there, and nothing says that it cannot be used.
             warning = warning.replace(
-                message="the tracker file names a step, and the model in the folder itself is taken",
+                message="the tracker file names a step, but the model in the directory itself is used",
                 expected=None,
-                help="pass the step's folder as CKPT if it is the one you want; else move the tracker file "
-                "away",
+                help="pass the step's directory as CKPT if it is the one you want; else move the tracker "
+                "file away",
             )
         warnings.append(warning)
     return warnings

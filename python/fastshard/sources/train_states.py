@@ -53,7 +53,8 @@ def take_unknown(
     """Declare a model of which no table names the tensor ``strange``: its tensors can be merged."""
     finding = Finding.of(
         codes.UNSUPPORTED,
-        f"no layout for this model of {framework}: its tensors can be merged, not converted to other layouts",
+        f"there is no layout for this model of {framework}: its tensors can be merged, but not converted to "
+        "other layouts",
         tensor=strange,
         expected=expected,
         help=export,

@@ -11,15 +11,15 @@ from ..common.regex import compile_when_used
 _KNOWN = (
     (
         r"adapter_(model\.(safetensors|bin)|config\.json)$",
-        "a part of an adapter of PEFT",
-        "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` "
-        "merges it",
+        "a part of a PEFT adapter",
+        "put its adapter_config.json and its tensors in one directory; `fastshard merge BASE OUT --adapter "
+        "DIR` merges it",
     ),
-    (r".*\.gguf$", "GGUF, llama.cpp's format", "name the checkpoint that it was made of"),
+    (r".*\.gguf$", "GGUF, llama.cpp's format", "name the checkpoint that it was made from"),
     (
         r"consolidated(\.\d+)?\.(pth|safetensors)$",
         "Meta's or Mistral's own format",
-        "name the Hugging Face form of the model",
+        "name the model in Hugging Face format",
     ),
     (
         r"(flax_model.*\.msgpack|tf_model.*\.h5)$",
@@ -30,12 +30,12 @@ _KNOWN = (
     (
         r".*\.(ckpt|pt|pth)$",
         "a file that a trainer saved",
-        "name the file itself: fastshard reads the tensors below its keys",
+        "name the file itself: fastshard reads the tensors under its keys",
     ),
-    (r".*\.(onnx|engine|plan|tflite|pb)$", "a compiled model", "name the checkpoint that it was made of"),
+    (r".*\.(onnx|engine|plan|tflite|pb)$", "a compiled model", "name the checkpoint that it was made from"),
     (
         r".*\.(npz|npy|pkl|pickle|msgpack)$",
-        "arrays or pickles of a script's own",
+        "arrays or pickles in a script's own format",
         "save the tensors as safetensors, under the model's names",
     ),
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),

@@ -206,7 +206,7 @@ class ColossalAI:
         layers = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _LAYER.search(name))}
         if not saved.stages or not isinstance(count, int) or not layers or max(layers) + 1 >= count:
             return []
-        why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
+        why = f"layers {max(layers) + 1} to {count - 1}, by num_hidden_layers {count}"
         stage, ep = max(saved.stages) + 1, 1 if saved.experts else 0
         return [stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)]
 
@@ -220,7 +220,7 @@ class ColossalAI:
         experts = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _EXPERT.search(name))}
         if not saved.experts or not counts or not experts or max(experts) + 1 >= counts[0]:
             return []
-        why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]} by the config"
+        why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]}, by the config"
         ep = saved.experts + 1
         return [
             stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)
@@ -251,7 +251,7 @@ class ColossalAI:
                 source.findings.append(
                     Finding.of(
                         codes.MISSING_FILE,
-                        "slices of some tensor-parallel ranks only",
+                        "slices of only some tensor-parallel ranks",
                         tensor=name,
                         expected=f"the directories of {shards[name]} ranks, in order",
                         got=f"{given} directories",
@@ -285,13 +285,12 @@ class ColossalAI:
         source.findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                f"{len(slices)} tensors were saved as slices and are put together in the order in which the "
-                "directories"
-                " are given: nothing in the files names the ranks",
+                f"{len(slices)} tensors were saved as slices and are merged in the order of the "
+                "directories: nothing in the files states the ranks",
                 severity="warning",
                 tensor=next(iter(slices)),
                 file=found.files[stored[next(iter(slices))][0][0]].path,
-                help="name the directories from tensor-parallel rank 0 on",
+                help="name the directories in rank order, from tensor-parallel rank 0",
             )
         )
         return set(slices)
@@ -361,7 +360,7 @@ def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
             source.findings.append(
                 Finding.of(
                     codes.IGNORED,
-                    f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and left out",
+                    f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and are left out",
                     severity="note",
                     tensor=name,
                 )
@@ -385,10 +384,10 @@ def _copied(
         findings.append(
             Finding.of(
                 codes.DUPLICATED_SHARD,
-                f"directories {roots.index(roots[twice[0]])} and {twice[0]} are one",
+                f"directories {roots.index(roots[twice[0]])} and {twice[0]} are the same",
                 file=str(listing.roots[twice[0]]),
                 expected="one directory per tensor-parallel rank",
-                got="a directory given twice",
+                got="the same directory twice",
                 help="name the directory that each tensor-parallel rank saved, rank 0 first",
             )
         )
@@ -408,7 +407,7 @@ def _copied(
                         rank=f"tp {rank}",
                         tensor=name,
                         expected="another part of the tensor",
-                        got="a copy, by the checksum of its storage and its place there",
+                        got="a copy, by the checksum and the position of its storage",
                         help="name the directory that each tensor-parallel rank saved, rank 0 first",
                     )
                 )

@@ -42,23 +42,23 @@ def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -
                 findings.append(
                     Finding.of(
                         codes.UNSAFE_PATH,
-                        "a file name in the index leaves the directory",
+                        "a file name in the index points outside the directory",
                         file=index.path,
                         tensor=str(key),
                         got=repr(name),
-                        help="do not use this checkpoint: such an index is made to read other files",
+                        help="do not use this checkpoint: the index may be an attempt to read other files",
                     )
                 )
             elif weight_map.setdefault(str(key), name) != name:
                 findings.append(
                     Finding.of(
                         codes.RANKS_DISAGREE,
-                        "two indexes place a tensor differently",
+                        "two indexes name different files for a tensor",
                         file=index.path,
                         tensor=str(key),
                         expected=weight_map[str(key)],
                         got=name,
-                        help="pass the directories of one save only",
+                        help="pass only the directories of one save",
                     )
                 )
     return weight_map

@@ -33,7 +33,7 @@ def not_named(file: File) -> Finding:
     """
     match = SHARD.match(file.name)
     if match and match["ep"]:
-        what = "the index does not name this file of copies of what another expert-parallel rank has"
+        what = "the index does not name this file, which holds copies of another expert-parallel rank's data"
         return Finding.of(codes.UNEXPECTED_FILE, what, severity="note", file=file.path)
     return unexpected(file.path, "the index does not name this file")
 
@@ -42,11 +42,11 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
     """Report that the index names none of the files that a stage wrote."""
     return Finding.of(
         codes.UNEXPECTED_FILE,
-        f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
+        f"the index lacks a pipeline stage whose {len(whole)} files exist: they are read by their names",
         file=join(folder, whole[0]),
         severity="warning",
         help="check that the files of all stages are here; ColossalAI merges only the stages' indexes that "
-        "it finds on rank 0's disk",
+        "are on rank 0's disk",
     )
 
 
@@ -64,11 +64,11 @@ def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, i
     experts = max((ep for _, ep in written), default=0)
     findings = []
     for stage, last in lacking(stages, 1, max(stages, default=0) - 1):
-        why = f"stages 1 to {max(stages)} by the files" + (f"; {stage} to {last}" if last > stage else "")
+        why = f"stages 1 to {max(stages)}, by the files" + (f"; {stage} to {last}" if last > stage else "")
         findings.append(stage_missing(folder, stem, stage, kind, why, 1 if experts else 0))
     for stage in sorted(stages):
         for ep, last in lacking((e for s, e in written if s == stage), 1, experts) if experts else ():
-            why = f"expert-parallel ranks 1 to {experts} by the files"
+            why = f"expert-parallel ranks 1 to {experts}, by the files"
             why += f"; {ep} to {last}" if last > ep else ""
             findings.append(stage_missing(folder, stem, stage, kind, why, ep))
     return findings
@@ -80,16 +80,15 @@ def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
     taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
     return Finding.of(
         codes.UNCOMMITTED,
-        "the merged index is missing, which is written last: the save did not finish, or this is one node's "
-        "disk",
+        "the merged index, which is written last, is missing: the save did not finish, or this is the disk "
+        "of one node",
         file=join(folder, PARTIAL) if partial else folder or ".",
         severity="warning" if accepted else None,
         decided="accept uncommitted" if accepted else None,
         expected="model.safetensors.index.json or pytorch_model.bin.index.json",
-        got=f"{taken} there",
-        help="name the directory of the node that ran rank 0 as another CKPT; --accept uncommitted takes "
-        "what is here, and a"
-        " config.json (--config) shows whether it is whole",
+        got=f"{taken} present",
+        help="name the directory of the node that ran rank 0 as another CKPT; --accept uncommitted uses the "
+        "files here, and a config.json (--config) shows whether they are complete",
     )
 
 

@@ -141,7 +141,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
         findings.append(
             Finding.of(
                 codes.UNCOMMITTED,
-                "the optimizer's merged index is missing, which is written last",
+                "the optimizer's merged index, which is written last, is missing",
                 file=folder or ".",
                 help="name the directory of the node that ran rank 0 as another CKPT",
             )
@@ -157,7 +157,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
             missing(
                 join(folder, name),
                 coords,
-                f"states of {count} parameters by the optimizer's index",
+                f"states of {count} parameters, by the optimizer's index",
                 "copy it from the node that wrote it, or name that node's directory as another CKPT",
             )
         )
@@ -168,7 +168,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
             missing(
                 join(folder, "pytorch_optim_group.bin"),
                 {},
-                "the parameter groups, which number the parameters",
+                "the param groups, which number the parameters",
                 "copy it from the node that saved the optimizer",
             )
         )
@@ -211,7 +211,11 @@ def declare(
     groups = _groups(contents(seen.groups))
     if groups is None and contents.readable(seen.groups):
         findings.append(
-            Finding.of(codes.BAD_VALUE, "no list of parameter groups with their numbers", file=path)
+            Finding.of(
+                codes.BAD_VALUE,
+                "the file has no list of param groups with their parameters' numbers",
+                file=path,
+            )
         )
     if groups is None or any(f.severity == "error" for f in findings):
         return
@@ -288,7 +292,7 @@ def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Find
     return [
         Finding.of(
             codes.UNSUPPORTED,
-            f"optimizer state {what!r}: not read",
+            f"optimizer state {what!r} is not supported",
             file=found.files[at].path,
             expected=" | ".join(sorted(_SLOTS)),
             help="merge without --optimizer to take only the parameters",
@@ -304,7 +308,7 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
     return [
         Finding.of(
             codes.MIXED_STEPS,
-            "optimizer step differs between parameters",
+            "the optimizer step differs between parameters",
             file=folder or ".",
             got=text,
             help="copy all optimizer files from one save",
@@ -315,13 +319,12 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
 def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[str, list[int]]) -> Finding:
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        "optimizer states have numbers instead of names, and the order for model_type "
-        f"{(source.model.config or {}).get('model_type')!r} in "
-        f"{len(groups)} groups follow the parameters is not stated",
+        f"the optimizer states have numbers instead of names, and no file states how the {len(groups)} "
+        f"param groups of model_type {(source.model.config or {}).get('model_type')!r} follow the parameters",
         file=path,
         expected=f"{len(shapes)} parameters",
         got=f"{sum(map(len, groups))} numbers",
-        help="merge without --optimizer, which takes the parameters alone; or pass the model's config.json",
+        help="merge without --optimizer to use only the parameters; or pass the model's config.json",
         run=["--config FILE"],
     )
 
@@ -334,7 +337,7 @@ def _fused(path: str, name: str) -> Finding:
         " key and value: no file states how many ranks there were",
         file=path,
         tensor=name,
-        help="merge without --optimizer to take only the parameters, which are in order",
+        help="merge without --optimizer to use only the parameters, which are in order",
     )
 
 
@@ -354,7 +357,7 @@ def _moments_differ(
                 findings.append(
                     Finding.of(
                         codes.MISSING_TENSOR,
-                        f"no {slot} of parameter {place} in any optimizer shard",
+                        f"no optimizer shard has {slot} of parameter {place}",
                         tensor=name,
                         help="name the directory of the pipeline stage's node as another CKPT; its shards "
                         "are missing, or the"
@@ -365,13 +368,13 @@ def _moments_differ(
                 findings.append(
                     Finding.of(
                         codes.SHAPE,
-                        f"{slot} of parameter {place} and the parameter",
+                        f"{slot} of parameter {place} and the parameter differ in shape",
                         file=found.files[moment[0]].path,
                         tensor=name,
                         expected=f"{shapes[name]}, the shape of {name}",
                         got=str(moment[2]),
-                        help="copy the optimizer of this model; this one is from another, or its groups are "
-                        "in another order",
+                        help="copy the optimizer of this model; this one is from another model, or its "
+                        "groups are in another order",
                     )
                 )
     return findings

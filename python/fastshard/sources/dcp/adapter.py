@@ -70,7 +70,7 @@ class _Records(Source):
         note = Finding.of(
             codes.IGNORED,
             f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and "
-            "no weights",
+            "not weights",
             severity="note",
             tensor=own[0],
             got=some(own, _MOST_NAMED),
@@ -310,9 +310,9 @@ class Dcp:
                     "a chunk has the wrong dtype",
                     file=found.files[file].path,
                     tensor=entry["name"],
-                    expected=f"{entry['dtype']} by .metadata",
+                    expected=f"{entry['dtype']}, by .metadata",
                     got=stored,
-                    help="copy the metadata and the files from one save; these are of different saves",
+                    help="copy the metadata and the files from one save; these are from different saves",
                 )
             )
 
@@ -362,12 +362,12 @@ def _placed(
         if not _known(entry["transforms"]):
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "records that went through a storage extension other than torch's Zstandard: not read",
+                "the records use a storage extension other than torch's Zstandard, which is not supported",
                 file=file.path,
                 tensor=name,
                 expected=f"{_ZSTD}/{_ZSTD_VERSION}, or none",
                 got=", ".join(entry["transforms"]),
-                help="load it where the extension is known, and save it again without",
+                help="load the checkpoint where the extension is available, and save it again without it",
             )
         number = numbers.setdefault(entry["file"], len(numbers))
         if number == len(placed.files):
@@ -377,10 +377,10 @@ def _placed(
         if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
             raise FastshardError.of(
                 codes.AMBIGUOUS,
-                "two tensors of .metadata have one name",
+                "two tensors of .metadata have the same name",
                 file=file.path,
                 tensor=record,
-                help="save it again with names that do not end in brackets",
+                help="save the checkpoint again with names that do not end in brackets",
             )
         placed.places.setdefault((name, tuple(at)), []).append((number, record))
         placed.records.setdefault(number, []).append(
@@ -392,11 +392,11 @@ def _placed(
 def _leaves_directory(metadata: str, entry: dcp_metadata.StoredAt) -> Finding:
     return Finding.of(
         codes.UNSAFE_PATH,
-        "a file name in .metadata leaves the directory",
+        "a file name in .metadata points outside the directory",
         file=metadata,
         tensor=entry["name"],
         got=repr(entry["file"]),
-        help="do not use this checkpoint: such metadata is made to read other files",
+        help="do not use this checkpoint: the metadata may be an attempt to read other files",
     )
 
 
@@ -440,8 +440,8 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not "
-                "carried",
+                f"{len(own)} records are modules' own state (_extra_state) and not tensors: they are left "
+                "out",
                 severity="note",
                 tensor=own[0],
                 got=some(own, _MOST_NAMED),
@@ -454,12 +454,12 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
             Finding.of(
                 codes.UNSUPPORTED if alone else codes.IGNORED,
                 f"{len(holding)} records are objects that hold tensors (in tuples, or saved with "
-                "flatten_state_dict=False): "
-                "they are not carried",
+                "flatten_state_dict=False): they are left out",
                 severity="error" if alone else "warning",
                 tensor=holding[0],
                 got=some(holding, _MOST_NAMED),
-                help="load it with torch, and save it again with every tensor under a separate name",
+                help="load the checkpoint with torch, and save it again with every tensor under a separate "
+                "name",
             )
         )
     return findings
@@ -477,7 +477,7 @@ def _uncommitted(folder: str, loose: Sequence[File]) -> FastshardError:
     """Build the error for files of records without the file that names them."""
     return FastshardError.of(
         codes.UNCOMMITTED,
-        "the file is missing: the save did not finish, or it finished on another node",
+        "the file is missing: the save did not finish, or finished on another node",
         file=f"{folder}/{METADATA}" if folder else METADATA,
         expected="the file that the coordinator writes last",
         got=f"{sum(file.folder == folder for file in loose)} .distcp files",

@@ -78,11 +78,11 @@ def one_of(listing: Listing, copies: list[File]) -> File:
         if not safe_files.same(paths[0], path):
             raise FastshardError.of(
                 codes.AMBIGUOUS,
-                "the directories given have different files of this name: they are of different saves",
+                "the directories have different files of this name: they are from different saves",
                 file=file.path,
-                expected="one, or copies of it",
+                expected="one file, or copies of it",
                 got=f"{paths[0]}, {path}",
-                help="pass the directories of one save only",
+                help="pass only the directories of one save",
             )
     return copies[0]
 
@@ -120,7 +120,7 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
                     f"two records share bytes of {file}",
                     file=path,
                     tensor=second,
-                    expected=f"a separate place after {first}",
+                    expected=f"a separate range after {first}",
                     got=f"offset {start}, before {end}",
                     help="use another step: the metadata is damaged",
                 )
@@ -146,14 +146,13 @@ def as_records(described: Metadata, path: str) -> None:
         if not entry["transforms"] and 0 < count * item == entry["len"]:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "the files are of the safetensors form, beside a .metadata that does not say where in them "
-                "tensors lie",
+                "the files are in safetensors format, but .metadata does not state where their tensors are",
                 file=path,
                 tensor=entry["name"],
                 expected="records as torch.save writes them",
-                got=f"{entry['len']} bytes, which its data take alone",
-                help="save it with HuggingFaceStorageWriter, whose files are read, or with "
-                "SerializationFormat.TORCH_SAVE",
+                got=f"{entry['len']} bytes, which is the size of its data alone",
+                help="save the checkpoint with HuggingFaceStorageWriter, whose files fastshard reads, or "
+                "with SerializationFormat.TORCH_SAVE",
             )
 
 
@@ -186,13 +185,13 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
                 if known != here:
                     raise FastshardError.of(
                         code,
-                        f"{key} of a tensor, by the metadata of ranks",
+                        f"{key} of a tensor differs in the ranks' metadata",
                         file=file.path,
                         tensor=entry["name"],
                         rank=f"rank {rank}",
                         expected=str(known),
                         got=str(here),
-                        help="copy all ranks' files from one save; these are of different saves",
+                        help="copy all ranks' files from one save; these are from different saves",
                     )
             for lo, size in entry["chunks"]:
                 if (entry["name"], *lo, *size) not in chunks:
@@ -205,7 +204,7 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
             missing(
                 f"{folder}/{name}" if folder else name,
                 {"rank": rank_range(first_rank, last)},
-                "metadata of a rank between others",
+                "metadata of a rank between other ranks",
                 f"copy {name} and its .distcp files from the node that ran this rank",
                 upto=end if end != name else None,
             )
@@ -220,7 +219,7 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
         missing(
             f"{folder}/__{rank}{METADATA}" if folder else f"__{rank}{METADATA}",
             {"rank": rank},
-            f"the metadata of this rank: __{rank}_*.distcp is there",
+            f"the metadata of this rank, which has files __{rank}_*.distcp",
             "copy it from the node that ran this rank",
         )
         for rank in sorted(there - set(ranks))
@@ -246,7 +245,7 @@ def same_save(described: Metadata, of_ranks: Metadata, tracker: File) -> None:
             "the .metadata of all ranks and the .metadata of single ranks contradict each other",
             file=tracker.path,
             tensor=name,
-            expected="one save in a folder",
+            expected="one save in a directory",
             got=f"{file}, by the metadata of its rank",
-            help=f"move {METADATA} away, or __*{METADATA}: whichever is of the older save",
+            help=f"move {METADATA} or __*{METADATA} away, whichever is from the older save",
         )

@@ -133,7 +133,7 @@ def _state_of(
                     tensor=own[name],
                     expected=str(shapes[parameter]),
                     got=str(shape),
-                    help="leave out --optimizer, or merge it, which keeps it as it is",
+                    help="leave out --optimizer, or merge the checkpoint, which keeps the state unchanged",
                     run=["fastshard merge CKPT OUT --optimizer"],
                 )
             )
@@ -150,7 +150,7 @@ def _not_of_one(
                 codes.UNSUPPORTED,
                 "the checkpoint holds the state of several optimizers",
                 got=", ".join(f"{top}*" for top in sorted(tops)),
-                help="merge it, which keeps them under their own names",
+                help="merge the checkpoint, which keeps them under their own names",
                 run=["fastshard merge CKPT OUT --optimizer"],
             )
         ]
@@ -161,10 +161,10 @@ def _not_of_one(
         return [
             Finding.of(
                 codes.UNSUPPORTED,
-                "it is not stated which copy of the model the optimizer belongs to",
+                "no file states which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
-                got=f"{source.names.prefix}*, beside "
-                f"{', '.join(f'{prefix}*' for prefix in copies if prefix != source.names.prefix)}",
+                got=f"{source.names.prefix}*, next to "
+                f"{', '.join((f'{prefix}*' for prefix in copies if prefix != source.names.prefix))}",
                 help="leave out --optimizer; averaged weights have no moments",
             )
         ]

@@ -69,12 +69,12 @@ def refuse_state_alone(listing: Listing) -> None:
         [
             Finding.of(
                 codes.MISSING_FILE,
-                "the model is missing: only the state of an optimizer or of the run is there",
+                "the model is missing: there is only the state of an optimizer or of the run",
                 file=newest,
-                expected="the model's files beside it",
-                got="state alone",
+                expected="the model's files next to it",
+                got="only the state",
                 help=f"copy the model of this step from the node that saved it, or pass {newest} as CKPT to "
-                "read the state by itself",
+                "read only the state",
             )
         ]
     )

@@ -84,9 +84,9 @@ class Files:
             if _OLD_EXPERT.match(file.name):
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    "experts of DeepSpeed before 0.6, whose files do not name their layer: not read",
+                    "experts of DeepSpeed before 0.6 are not supported: their files do not name their layer",
                     file=file.path,
-                    help="load it with DeepSpeed, which still does, and save it again",
+                    help="load the checkpoint with DeepSpeed, which still can, and save it again",
                 )
             if match := _LAYER.match(file.name):
                 files.layers.append((int(match[1]), int(match[2] or 0), file))
@@ -213,7 +213,7 @@ def _refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
         if isinstance(mics, int) and mics > 0:
             what = f"DeepSpeed MiCS (mics_shard_size {mics})"
         if what:
-            raise FastshardError.of(codes.UNSUPPORTED, f"{what}: not read", file=found.files[i].path)
+            raise FastshardError.of(codes.UNSUPPORTED, f"{what} is not supported", file=found.files[i].path)
 
 
 def _plain(
@@ -241,11 +241,11 @@ def _plain(
     elif tp > 1 and options.layout is None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "tensor-parallel shards of a model whose layout is not known",
+            "tensor-parallel shards of a model with an unknown layout",
             file=found.files[0].path,
             expected="GPT-NeoX's layer names, or one tensor-parallel rank",
             got=f"tp {tp}",
-            help="describe how its tensors are divided in a layout of your own",
+            help="describe in your own layout how its tensors are divided",
             run=["--layout FILE.toml"],
         )
     source.binding.degrees = {"tp": tp} if tp > 1 else {}
@@ -303,7 +303,7 @@ def _no_tensors(path: str) -> Finding:
         codes.MISSING_FILE,
         "the rank file holds no tensors, and all layer files are missing",
         file=path,
-        expected="layer_LL-model_TT-model_states.pt beside it",
+        expected="layer_LL-model_TT-model_states.pt next to it",
         got="none",
         help="copy the layer files of this step from the nodes that wrote them",
     )

@@ -115,14 +115,14 @@ def _refused(
 ) -> FastshardError:
     return FastshardError.of(
         codes.UNSUPPORTED,
-        f"{message}: not read",
+        f"{message}; this is not supported",
         file=path,
         tensor=tensor,
         expected=expected,
         got=got,
-        help="save it with DeepSpeed 0.19 or newer, or make a universal checkpoint of it (ds_to_universal), "
-        "or describe how its"
-        " tensors are divided in a layout of your own (--layout FILE.toml)",
+        help="save it with DeepSpeed 0.19 or newer, or convert it to a universal checkpoint "
+        "(ds_to_universal), or describe in your own layout how its tensors are divided (--layout "
+        "FILE.toml)",
     )
 
 

@@ -34,21 +34,19 @@ def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
     seen = found.seen
     what = None
     if any(state.get("ds_autoep_layers") for state in states):
-        what = "a mixture of experts of DeepSpeed's AutoEP (expert_parallel.autoep_size)"
+        what = "an MoE checkpoint of DeepSpeed's AutoEP (expert_parallel.autoep_size)"
     elif any(state.get("moe") is True for state in states):
-        what = "a mixture-of-experts checkpoint of DeepSpeed"
+        what = "an MoE checkpoint of DeepSpeed"
     elif counts(states) or seen.experts:
         ranks = {*(mp for mp, _ in seen.ranks), *(mp for _, _, mp, _ in seen.experts)}
         if seen.pipeline or len(ranks) > 1:
-            what = (
-                f"a mixture of experts of DeepSpeed over {len(ranks)} model-parallel ranks or pipeline stages"
-            )
+            what = f"an MoE checkpoint of DeepSpeed over {len(ranks)} model-parallel ranks or pipeline stages"
         elif seen.sliced:
-            what = "a mixture of experts of DeepSpeed in ZeRO-3"
+            what = "an MoE checkpoint of DeepSpeed in ZeRO-3"
     if what:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"{what}: not read",
+            f"{what} is not supported",
             file=found.files[0].path,
             expected="deepspeed.moe in ZeRO 0 to 2, one model-parallel rank",
             help="load it with DeepSpeed and save the engine's module with one expert-parallel rank",
@@ -69,7 +67,7 @@ def take(
     present: dict[int, set[int]] = {}
     for layer, expert, _, file in seen.experts:
         present.setdefault(layer, set()).add(expert)
-        source.files.units.append(Unit(file=file, rank=f"expert {expert} of mixture {layer}"))
+        source.files.units.append(Unit(file=file, rank=f"expert {expert} of MoE layer {layer}"))
         for tensor in contents.tensors(file) if contents.readable(file) else ():
             experts.add(".".join(tensor["path"]), tensor["shape"])
     for layer, count in enumerate(wanted):
@@ -89,8 +87,8 @@ def take(
                 "more experts than the model file states",
                 file=name,
                 expected=f"num_experts {wanted} in {found.files[0].name}",
-                got=f"expert {expert} of mixture {layer}",
-                help="copy all files of one step, and no others, into an empty folder",
+                got=f"expert {expert} of MoE layer {layer}",
+                help="copy only the files of one step into an empty directory",
             )
         )
     return experts
@@ -106,7 +104,7 @@ def _missing(found: Found[DeepSpeedFiles], layer: int, present: set[int], count:
                 {"mixture": layer, "expert": rank_range(first, last)},
                 f"num_experts {count} of this layer in {found.files[0].name}",
                 "copy it from the node that ran the expert-parallel rank with this expert",
-                rank=f"expert {first} of mixture {layer}",
+                rank=f"expert {first} of MoE layer {layer}",
                 upto=end if last > first else None,
             )
         )

@@ -265,12 +265,12 @@ def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
     return [
         Finding.of(
             codes.UNSUPPORTED,
-            "a frozen parameter in the model files of several model-parallel ranks: not read",
+            "a frozen parameter in the model files of several model-parallel ranks is not supported",
             severity="error",
             file=rank.path,
             rank=rank.label,
             tensor=name,
-            help="merge the ZeRO checkpoint that this one was made of",
+            help="merge the ZeRO checkpoint that this one was made from",
         )
         for rank in ranks
         for name in sorted(stage3.frozen_names(rank) - have)[:1]
@@ -284,9 +284,9 @@ def _report_unknown_shapes(folder: str, flat: list[str]) -> list[Finding]:
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
     path = f"{folder}/{name}" if folder else name
     why = (
-        f"{len(flat)} parameters are flat, as of ZeRO-3 ({flat[0]}); only the model file states their shapes"
+        f"{len(flat)} parameters are flat, as in ZeRO-3 ({flat[0]}); only the model file states their shapes"
     )
-    return [missing(path, {}, why, "copy the model files of this step beside the folder zero/")]
+    return [missing(path, {}, why, "copy the model files of this step next to the directory zero/")]
 
 
 def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str, list[int]]) -> list[Finding]:
@@ -298,7 +298,7 @@ def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str,
         missing(
             f"{start}zero/{name}/{slot}.pt",
             {},
-            f"{slot} as for {len(names)} other parameters",
+            f"{slot}, as for {len(names)} other parameters",
             "run ds_to_universal again on the complete checkpoint",
         )
         for slot, names in names_by_slot.items()
@@ -336,7 +336,7 @@ def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Findin
         "the parameter has the wrong shape",
         file=file.path,
         tensor=name,
-        expected=f"{expected} by param_shapes",
+        expected=f"{expected}, by param_shapes",
         got=str(got),
         help="run ds_to_universal again: the file is from another model, or truncated",
     )
@@ -348,7 +348,7 @@ def _steps_differ(found: Found[UniversalFiles], steps: dict[int, list[float]]) -
     return [
         Finding.of(
             codes.MIXED_STEPS,
-            "optimizer step differs between parameters",
+            "the optimizer step differs between parameters",
             file=found.files[file].path,
             expected=f"{usual:g}",
             got=f"{each[0]:g}",

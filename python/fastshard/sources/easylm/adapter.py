@@ -73,7 +73,7 @@ class EasyLM:
         if not arrays:
             raise FastshardError.of(
                 codes.NOT_A_CHECKPOINT,
-                "a stream of EasyLM without arrays",
+                "the EasyLM stream holds no arrays",
                 file=file.path,
                 help="name a stream that holds the model",
             )
@@ -129,9 +129,9 @@ def _choose(listing: Listing, streams: Sequence[File], options: Options) -> tupl
         if not wanted:
             raise FastshardError.of(
                 codes.NO_SUCH_PATH,
-                f"there is no stream of the step {options.step!r}",
+                f"there is no stream for step {options.step!r}",
                 expected=", ".join(file.path for file in streams[:_NAMED]),
-                help="choose one of these",
+                help="choose another step",
                 run=["--step NAME"],
             )
         streams = wanted
@@ -142,8 +142,8 @@ def _choose(listing: Listing, streams: Sequence[File], options: Options) -> tupl
         newest = max(streams, key=lambda file: int(by_step[file]))
         note = Finding.of(
             codes.STEP_TAKEN,
-            f"{newest.path} is taken, the newest by number; {_count_more(len(streams) - 1)} there",
-            help="choose another",
+            f"{newest.path} is used, the newest by number; {_count_more(len(streams) - 1)} available",
+            help="choose another stream",
             run=["--step NUMBER"],
         )
         return newest, [note]
@@ -151,9 +151,9 @@ def _choose(listing: Listing, streams: Sequence[File], options: Options) -> tupl
     named = [file.path for file in streams[:_NAMED]]
     finding = Finding.of(
         codes.AMBIGUOUS,
-        "several streams of EasyLM, and nothing says which one is meant",
+        "there are several EasyLM streams, and nothing states which one to use",
         got=", ".join(named),
-        help="pass the file of one as CKPT",
+        help="pass the file of one stream as CKPT",
         run=[f"fastshard inspect {shlex.quote(str(_path_of(listing, file)))}" for file in streams[:_NAMED]],
     )
     raise SeveralModels(finding, files=named)
@@ -225,9 +225,9 @@ class _Reader:
             if not count:
                 raise FastshardError.of(
                     codes.SOURCE_CHANGED,
-                    "became shorter while it was read",
+                    "the file became shorter while it was read",
                     file=self._label,
-                    help="wait until nothing changes the checkpoint, then run again",
+                    help="wait until nothing changes the checkpoint, then run the command again",
                 )
             done += count
 

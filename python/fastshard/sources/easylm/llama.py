@@ -69,8 +69,8 @@ def _find_unknown(config: dict[str, Any] | None, label: str | None) -> Finding |
     if config is None:
         return Finding.of(
             codes.FACT_UNKNOWN,
-            "a stream of EasyLM does not say what its model computes (heads, rope_theta, eps)",
-            help="pass the config.json of the model's Hugging Face form; or merge, which keeps the names",
+            "a stream of EasyLM does not state what its model computes (heads, rope_theta, eps)",
+            help="pass the config.json of the model in Hugging Face format; or merge, which keeps the names",
             run=["--config FILE", "fastshard merge CKPT OUT"],
         )
     kind = config.get("model_type")
@@ -78,7 +78,7 @@ def _find_unknown(config: dict[str, Any] | None, label: str | None) -> Finding |
         return None
     return Finding.of(
         codes.UNSUPPORTED,
-        f"no layout for a {shown(kind)} of EasyLM",
+        f"there is no layout for a {shown(kind)} of EasyLM",
         file=label,
         expected="model_type llama",
         got=shown(kind),
@@ -95,7 +95,7 @@ def _find_contradiction(
         return None
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        "the config is of another model: one with tie_word_embeddings has no such tensor",
+        "the config is for another model: a model with tie_word_embeddings has no such tensor",
         file=label or "the config",
         tensor=root + _HEAD,
         help="pass the config of this checkpoint",

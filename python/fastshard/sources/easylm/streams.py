@@ -91,7 +91,7 @@ def _refuse_same_name(array: StoredArray, other: StoredArray, label: str) -> Fas
     if array.keys == other.keys:
         return FastshardError.of(
             codes.OVERLAP,
-            "two records of the stream have the same name: nothing says which one is meant",
+            "two records of the stream have the same name: nothing states which one to use",
             file=label,
             tensor=array.name,
             expected="one record",
@@ -99,7 +99,7 @@ def _refuse_same_name(array: StoredArray, other: StoredArray, label: str) -> Fas
         )
     return FastshardError.of(
         codes.OVERLAP,
-        "the keys of two records differ, and make the same name once dots join them",
+        "the keys of two records differ, but give the same name when joined by dots",
         file=label,
         tensor=array.name,
         expected="keys without dots",
@@ -129,7 +129,7 @@ class _Scanner:
             file=self._label,
             tensor=self._name,
             got=f"byte {self._at}",
-            help="copy the stream again from the node that wrote it; if it is the same there, save it anew",
+            help="copy the stream again from the node that wrote it; if it is the same there, save it again",
         )
 
     def _cut(self, end: int) -> FastshardError:
@@ -141,7 +141,8 @@ class _Scanner:
             tensor=self._name,
             expected=f"at least {end} bytes",
             got=f"{self._size} bytes",
-            help="copy the stream again from the node that wrote it; if it is cut there, choose another step",
+            help="copy the stream again from the node that wrote it; if it is truncated there, choose "
+            "another step",
         )
 
     def _take(self, count: int, end: int) -> bytes:
@@ -193,7 +194,7 @@ class _Scanner:
         try:
             return self._take(length, end).decode("utf-8")
         except UnicodeDecodeError:
-            raise self.refuse(f"{what} that is no text") from None
+            raise self.refuse(f"{what} that is not text") from None
 
     def _take_count(self, end: int, what: str, most: int) -> int:
         """Read the header of a list."""
@@ -210,7 +211,7 @@ class _Scanner:
         return count
 
     def _take_number(self, end: int) -> int:
-        return self._take_length(end, _UINT, "extent of a dimension", short=(0x00, 0x7F))
+        return self._take_length(end, _UINT, "size of a dimension", short=(0x00, 0x7F))
 
     def scan_records(self) -> Iterator[StoredArray]:
         """Yield the array of each record; a record without one is passed over."""
@@ -218,7 +219,11 @@ class _Scanner:
             self._name = None
             if self._take(1, self._size)[0] != _PAIR:
                 self._at -= 1
-                raise self.refuse("no pair of keys and array" if self._at else "it does not begin as one")
+                raise self.refuse(
+                    "a record that is not a pair of keys and array"
+                    if self._at
+                    else "the stream does not begin with a record"
+                )
             keys = [
                 self._take_text(self._size, "key")
                 for _ in range(self._take_count(self._size, "keys", _MOST_KEYS))
@@ -249,7 +254,7 @@ class _Scanner:
 
     def _require_end(self, end: int) -> None:
         if self._at != end:
-            raise self.refuse("bytes that belong to nothing")
+            raise self.refuse("bytes outside any record")
 
     def _scan_array(self, end: int) -> tuple[str, tuple[int, ...], tuple[int, int]]:
         """Read dtype, shape and place of an array, and pass over its elements."""
@@ -265,7 +270,7 @@ class _Scanner:
             raise self.refuse("an object other than an array")
         inner = self._take_end(length, end)
         if self._take_count(inner, "parts of an array", 3) != 3:
-            raise self.refuse("an array that has not three parts")
+            raise self.refuse("an array without exactly three parts")
         shape = tuple(
             self._take_number(inner) for _ in range(self._take_count(inner, "dimensions", _MOST_DIMENSIONS))
         )
@@ -273,12 +278,12 @@ class _Scanner:
         if stored not in _DTYPES:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "arrays of this type are not read",
+                "arrays of this dtype are not supported",
                 file=self._label,
                 tensor=self._name,
-                expected="a type of numpy that safetensors has a name for, or bfloat16",
+                expected="a numpy dtype that safetensors has a name for, or bfloat16",
                 got=shown(stored),
-                help="copy the stream again if the type is none; else save it in another one",
+                help="copy the stream again if this is not a dtype; else save it with another dtype",
             )
         dtype = _DTYPES[stored]
         size = self._take_length(inner, _BYTES | _TEXT, "bytes of the elements", short=(0xA0, 0xBF))
@@ -317,12 +322,12 @@ class _Scanner:
         dtypes = {dtype for dtype, _, _ in parts}
         items = sum(math.prod(part) for _, part, _ in parts)
         if len(dtypes) > 1 or any(len(part) != 1 for _, part, _ in parts) or items != math.prod(shape):
-            raise self.refuse("parts that do not make up the array")
+            raise self.refuse("parts that do not add up to the array")
         return StoredArray(name, self._keys, dtypes.pop(), shape, tuple(extent for _, _, extent in parts))
 
     def _numbered(self, end: int, most: int) -> Iterator[int]:
         """Yield the numbers of a map that stands for a list: its keys count from zero."""
         for number in range(self._take_pairs(end, "numbered parts", most)):
             if self._take_text(end, "number") != str(number):
-                raise self.refuse("parts that are not in their order")
+                raise self.refuse("parts in the wrong order")
             yield number

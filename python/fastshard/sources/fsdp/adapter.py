@@ -133,10 +133,10 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
             if table_shape is None or None in table_shape:
                 raise FastshardError.of(
                     codes.FACT_UNKNOWN,
-                    "the shape of a parameter that is saved flat (LOCAL_STATE_DICT)",
+                    "the shape of a parameter that is saved flat (LOCAL_STATE_DICT) is not stated",
                     tensor=name,
                     got=f"{shape[0]} elements",
-                    help="pass the model's config.json, of a family that has a table",
+                    help="pass the config.json of the model, whose family must have a layout table",
                     run=["--config FILE"],
                 )
             whole = [d for d in table_shape if d is not None]
@@ -167,7 +167,7 @@ def _check_world_size(listing: Listing, folder: str, ranks: int) -> list[Finding
             codes.RANKS_DISAGREE,
             "fsdp_config.json and the files disagree on the number of ranks",
             file=file.path,
-            expected=f"{world} files, one of each rank",
+            expected=f"{world} files, one for each rank",
             got=str(ranks),
             help="copy all files of this step again: some are from another run, or missing",
         )
@@ -218,7 +218,7 @@ def _other_shape(ranks: Ranks, rank: int, name: str, expected: list[int], got: l
         file=ranks.path(rank),
         rank=ranks.label(rank),
         tensor=name,
-        expected=f"{expected} as on other ranks",
+        expected=f"{expected}, as on other ranks",
         got=str(got),
         help="copy the file of this rank from the node that ran it: this one is from another run or model",
     )
@@ -235,8 +235,8 @@ def _other_part(
         tensor=name,
         expected=f"{size}, from {lo}, by its mesh and placements",
         got=str(got),
-        help="report it, unless the file was changed after it was saved; it divides tensors in a way that is "
-        "not known",
+        help="report this, unless the file was changed after it was saved: fastshard does not know this way "
+        "to divide tensors",
     )
 
 
@@ -246,9 +246,9 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
         "two ranks hold overlapping parts of the tensor",
         file=ranks.found.files[file].path,
         tensor=name,
-        expected="parts that are alike or apart",
-        got=f"{size} from {lo}, of which others hold elements too",
-        help="copy all files from one step of one run; these are of different runs",
+        expected="parts that are equal or do not overlap",
+        got=f"{size} from {lo}, which overlaps other ranks",
+        help="copy all files from one step of one run; these are from different runs",
     )
 
 
@@ -256,20 +256,20 @@ def _no_ranks(ranks: Ranks) -> FastshardError:
     """Build the error for numbered files of a trainer that hold no parts: their numbers may be epochs."""
     return FastshardError.of(
         codes.NOT_A_CHECKPOINT,
-        "no checkpoint that fastshard knows: numbered files that hold no parts of tensors",
+        "unknown checkpoint format: numbered files that hold no parts of tensors",
         file=ranks.path(next(iter(ranks.files))),
         got=f"{len(ranks.files)} files",
-        help="name the file itself: fastshard reads the tensors below its keys",
+        help="name the file itself: fastshard reads the tensors under its keys",
     )
 
 
 def _no_parts(ranks: Ranks) -> Finding:
     return Finding.of(
         codes.NOT_PROVABLE,
-        "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, "
+        "no rank's file states whether its tensors are parts: they are read as copies of the full tensor, "
         "and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),
-        help="describe how they are divided in a layout of your own, if they are slices",
+        help="if they are slices, describe in your own layout how they are divided",
         run=["--layout FILE.toml"],
     )

@@ -130,10 +130,10 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     if len(kinds) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "one folder holds several sets of rank files",
+            "the directory holds several sets of rank files",
             file=folder or None,
             got=", ".join(f"{name.rpartition('rank')[0]}rank*" for name in kinds.values()),
-            help="keep the files of the model there, or move the others away",
+            help="keep the files of the model, and move the others away",
         )
     if any_name:
         inside = [replace(one, kind=one.kind.partition(" ")[0]) for one in inside]
@@ -142,11 +142,12 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     if len(worlds) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "one folder holds files of runs with different numbers of ranks: one run was continued with "
+            "the directory holds files of runs with different numbers of ranks: a run was continued with "
             "another number",
             file=folder or None,
             got=", ".join(f"model_world_size_{world}_rank_*.pt" for world in sorted(worlds, key=str)),
-            help="keep the files of one run there; by their times the newer one is the likely one",
+            help="keep the files of one run and move the others away; by the file times, the newer run is "
+            "more likely",
         )
     save.world = worlds.pop()
     for kind, files in (("model", save.model), ("optim", save.optim), ("extra_state", save.extra)):

@@ -190,8 +190,8 @@ def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
     file = next(iter(ranks.files.values()))
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        "the optimizer's state numbers its parameters, and their order and shapes fit the model in more than "
-        "one way or in none",
+        "the optimizer state numbers its parameters, and their order and shapes do not match the model in "
+        "exactly one way",
         severity="error",
         file=found.files[file].path,
         help="leave out --optimizer; a state saved by torch.distributed.checkpoint has names",
@@ -219,8 +219,8 @@ def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], wh
     return [
         Finding.of(
             codes.MIXED_STEPS,
-            f"the {what} that was saved with it differs from that of the other ranks: the file may be from "
-            "another step",
+            f"the {what} in this file differs from that of the other ranks: the file may be from another "
+            "step",
             file=model.path(rank),
             rank=ranks.label(rank),
             expected=f"{', '.join(f'{s:g}' for s in usual)}, as on the other ranks",

@@ -56,7 +56,7 @@ def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int,
     for d in reversed(range(len(part["placements"]))):
         placement = part["placements"][d]
         if placement["kind"] == "partial":
-            raise Unreadable("it is a term of a sum that was not taken (Partial)")
+            raise Unreadable("it is a term of a sum that was not reduced (Partial)")
         if placement["kind"] == "replicate":
             continue
         dim = placement["dim"]

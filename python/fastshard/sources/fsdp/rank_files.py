@@ -100,19 +100,19 @@ class Ranks:
     def _all_there(self) -> None:
         """Check that all ranks are present: by file names, else by contents, else up to the last rank."""
         world = self.found.seen.world
-        why = f"{world} ranks by the files' names"
+        why = f"{world} ranks, by the files' names"
         worlds = [n for record in self.distributed.values() for n in _worlds(record)]
         usual = Counter(worlds).most_common(1)[0][0] if worlds else None
         if world is None:
             world = usual or max(self.files, default=0) + 1
-            why = f"{world} ranks by the meshes" if usual else f"ranks 0 to {world - 1} by the other files"
+            why = f"{world} ranks, by the meshes" if usual else f"ranks 0 to {world - 1}, by the other files"
         elif usual is not None and usual > world:
             self.broken = True
             first = next(r for r, record in self.distributed.items() if usual in _worlds(record))
             self.findings.append(
                 Finding.of(
                     codes.RANKS_DISAGREE,
-                    "the mesh has more ranks than the file's name says",
+                    "the mesh has more ranks than the file's name states",
                     file=self.path(first),
                     rank=self.label(first),
                     expected=str(world),
@@ -155,7 +155,7 @@ class Ranks:
             self.findings.append(
                 Finding.of(
                     codes.RENAMED,
-                    "the file was saved by another rank, as its tensors say",
+                    "according to its tensors, the file was saved by another rank",
                     file=self.path(rank),
                     rank=self.label(rank),
                     expected=f"rank {rank}",
@@ -184,7 +184,7 @@ class Ranks:
                     "ranks divide the model over different meshes",
                     file=self.path(rank),
                     rank=self.label(rank),
-                    expected=f"{_meshes(usual)} as on the other ranks",
+                    expected=f"{_meshes(usual)}, as on the other ranks",
                     got=_meshes(meshes),
                     help="copy the file of this rank from the node that ran it: this one is from another run",
                 )

@@ -54,9 +54,9 @@ def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: st
         findings.append(
             Finding.of(
                 codes.MISSING_LAYER,
-                f"layer {first:02d} is missing: all of its files"
+                f"all files of layer {first:02d} are missing"
                 if one
-                else f"layers {first:02d} to {last:02d} are missing: all of their files",
+                else f"all files of layers {first:02d} to {last:02d} are missing",
                 file=_in(found.folder, _layer_file(found.seen.widths, first, 0)),
                 layers=range(first, last + 1),
                 expected=why,
@@ -99,9 +99,9 @@ class GptNeox:
         if found.seen.sliced:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "GPT-NeoX's layers under ZeRO-3, where no file holds a full shard: not read",
+                "GPT-NeoX's layers under ZeRO-3 are not supported: no file holds a full shard",
                 file=found.files[0].path,
-                help="convert this one with ds_to_universal first; `fastshard merge` reads ZeRO-3 "
+                help="convert this checkpoint with ds_to_universal first; `fastshard merge` reads ZeRO-3 "
                 "checkpoints of other models",
             )
         source = self.declare(found, listing, contents, options)
@@ -172,7 +172,7 @@ class GptNeox:
                         f"layer {layer} of a {count}-layer model",
                         file=found.files[file].path,
                         severity="error",
-                        help="move it away if another run left it here",
+                        help="move the file away if another run left it here",
                     )
                 )
 
@@ -306,7 +306,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
         findings.append(
             Finding.of(
                 codes.MIXED_STEPS,
-                "the folder's name and its files state different steps",
+                "the directory's name and its files state different steps",
                 file=found.files[0].path,
                 expected=str(step),
                 got=str(iteration),

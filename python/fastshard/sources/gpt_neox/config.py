@@ -168,7 +168,7 @@ class Model:
                 findings.append(
                     Finding.of(
                         codes.CONFIG_DISAGREES,
-                        f"the config's {key} is not the checkpoint's",
+                        f"the config's {key} differs from the checkpoint's",
                         file=path,
                         expected=str(inside),
                         got=str(outside),
@@ -215,8 +215,8 @@ class Model:
         if layers * tp > _MAX_SHARDS:
             raise FastshardError.of(
                 codes.BAD_VALUE,
-                "num_layers times model_parallel_size, as stated or by the names of files",
+                "num_layers times model_parallel_size, as stated or by the file names",
                 file=self.path,
-                expected=f"{_MAX_SHARDS} at most",
+                expected=f"at most {_MAX_SHARDS}",
                 got=f"{layers} times {tp}",
             )

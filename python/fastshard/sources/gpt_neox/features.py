@@ -27,7 +27,7 @@ _IN = ("mlp.linear1.weight", "mlp.dense_h_to_4h.weight", "mlp.fc1_weight")
 _OUT = ("mlp.linear2.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2_weight")
 _QKV = ("attention.query_key_value.weight", "attention.qkv.weight")
 _EXTRA = "_extra_state"
-_EXTRA_REASON = "Transformer Engine's FP8 state: scales of the run, no weights"
+_EXTRA_REASON = "Transformer Engine's FP8 state: scales of the run, not weights"
 
 
 @dataclass
@@ -265,7 +265,7 @@ def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
         *(
             Finding.of(
                 codes.UNSUPPORTED,
-                "a weight stored in FP8: this version does not apply its scale",
+                "a weight stored in FP8: fastshard does not apply its scale",
                 file=found.files[unit.file].path,
                 rank=unit.rank,
                 tensor=name,
@@ -289,14 +289,14 @@ def _contradictions(
     mismatches: list[tuple[str, str, object]] = []
     # mlp_type llama is gated by its w1 and w3, whatever the activation is called.
     if activation is not None and (activation in GATED) != gated and not source.binding.facts["split_gate"]:
-        rows = "as the rows of the MLP's first projection say"
+        rows = "by the rows of the MLP's first projection"
         mismatches.append(("activation", f"{'a gated' if gated else 'no gated'} one, {rows}", activation))
     if model.kv_heads is not None and model.kv_heads != features.kv_heads:
-        rows = "as the rows of the fused projection say"
+        rows = "by the rows of the fused projection"
         mismatches.append(("num_kv_heads", f"{features.kv_heads}, {rows}", model.kv_heads))
     norm = features.norm
     if declared_norm is not None and kind.get(declared_norm, declared_norm) != kind.get(norm, norm):
-        mismatches.append(("norm", f"{norm}, as the names of its tensors say", declared_norm))
+        mismatches.append(("norm", f"{norm}, by the names of its tensors", declared_norm))
     findings = [
         Finding.of(
             codes.CONFIG_DISAGREES,
@@ -313,10 +313,10 @@ def _contradictions(
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in "
-                "all layers",
+                "post_attention_layernorm.* next to Transformer Engine's mlp.layer_norm_* is stale, and is "
+                "left out in all layers",
                 severity="warning",
-                help="ignore it; GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
+                help="ignore it; GPT-NeoX before #1355 created it and never used it (gpt-neox#1353)",
             )
         )
     tp = source.binding.degrees.get("tp", 1)
@@ -328,8 +328,8 @@ def _contradictions(
                 severity="warning",
                 file=model.path,
                 expected="one reduction of each layer's output",
-                got=f"two over tp {tp}, by GPT-NeoX's source",
-                help="compare logits of the result with the run's own before use; row biases are taken as "
+                got=f"two reductions over tp {tp}, by GPT-NeoX's source",
+                help="compare logits of the result with the run's own before use; row biases are read as "
                 "copies",
             )
         )

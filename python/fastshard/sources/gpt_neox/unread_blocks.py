@@ -11,7 +11,7 @@ from ..base import Contents, Found
 #: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py, gpt2_model.py
 #: (init_specs)
 _BEGINNINGS = {
-    "a mixture of experts (moe_num_experts)": (
+    "MoE layers (moe_num_experts)": (
         "mlp.router.",
         "mlp.experts.",
         "mlp.deepspeed_moe.",
@@ -42,13 +42,13 @@ def others(found: Found[object], units: list[Unit], names: set[str], contents: C
         findings.append(
             Finding.of(
                 codes.UNSUPPORTED,
-                f"GPT-NeoX with {kind}: not read",
+                f"GPT-NeoX with {kind} is not supported",
                 severity="error",
                 file=found.files[unit.file].path,
                 rank=unit.rank,
                 tensor=tensor,
                 expected="attention and MLP in each layer",
-                help="describe its tensors in a layout of your own",
+                help="describe its tensors in your own layout",
                 run=["--layout FILE.toml"],
             )
         )

@@ -59,7 +59,7 @@ def _weight_map(content: Any, path: str) -> dict[str, str]:
             "the index names no file for this tensor",
             file=path,
             tensor=str(odd),
-            expected="a file's name",
+            expected="a file name",
             got=shown(weight_map[odd]),
         )
     return weight_map
@@ -97,13 +97,14 @@ def slices_as_wholes(
     return [
         Finding.of(
             codes.SLICE_AS_WHOLE,
-            f"the index names one file for each of {len(false)} tensors of which several files hold slices",
+            f"the index names one file for each of {len(false)} tensors, but several files hold slices of "
+            "them",
             severity="warning",
             file=file.path,
             tensor=false[0],
-            expected=f"no index beside {layout}",
+            expected=f"no index next to {layout}",
             got=str(weight_map[false[0]]),
-            help="move the index away: a loader that follows it takes one slice for the full tensor",
+            help="move the index away: a loader that follows it reads one slice as the full tensor",
         )
     ]
 
@@ -126,15 +127,17 @@ def _report_further(listing: Listing, files: Sequence[File], inside: Mapping[str
     got = ", ".join(file.name for file in (files[0], *further[:7]))
     if "config.json" in inside:
         return [
-            unexpected(file.path, f"another model than that of config.json and {files[0].name}, not read")
+            unexpected(
+                file.path, f"not read: this is another model than that of config.json and {files[0].name}"
+            )
             for file in further
         ]
     finding = Finding.of(
         codes.AMBIGUOUS,
-        "the folder holds several models of one trainer",
+        "the directory holds several models of one trainer",
         file=files[0].folder or None,
         got=got,
-        help="pass the file of one as CKPT",
+        help="pass the file of one model as CKPT",
         run=[
             f"fastshard inspect {shlex.quote(str(listing.roots[file.root] / file.path))}"
             for file in (files[0], *further[:7])
@@ -156,9 +159,9 @@ def _refuse_beside_adapter(listing: Listing, folder: str) -> None:
     name = folder.rpartition("/")[2]
     finding = Finding.of(
         codes.AMBIGUOUS,
-        "the folder is an adapter of PEFT, and holds a model too",
+        "the directory is a PEFT adapter, and also holds a model",
         got=f"{config}, {folder}",
-        help=f"choose the model in {folder}, or with {ITSELF!r} the adapter itself",
+        help=f"choose the model in {folder}, or the adapter itself with {ITSELF!r}",
         run=[f"--step {shlex.quote(name)}", f"--step {ITSELF}"],
     )
     raise SeveralModels(finding, steps=[name, ITSELF])
@@ -220,7 +223,7 @@ class HuggingFace:
             if len(copies) > 1:
                 raise FastshardError.of(
                     codes.AMBIGUOUS,
-                    "several of the directories given have a file of this name",
+                    "several of the directories have a file of this name",
                     file=file.path,
                     got=", ".join(str(listing.roots[f.root]) for f in copies),
                     help="pass one directory only; to merge the slices of tensor-parallel ranks, copy them "
@@ -295,11 +298,11 @@ class HuggingFace:
                 findings.append(
                     Finding.of(
                         codes.UNSAFE_PATH,
-                        "a file name in the index leaves the directory",
+                        "a file name in the index points outside the directory",
                         file=index.path,
                         tensor=str(tensor),
                         got=repr(name),
-                        help="do not use this checkpoint: such an index is made to read other files",
+                        help="do not use this checkpoint: the index may be an attempt to read other files",
                     )
                 )
             else:
@@ -343,10 +346,10 @@ class HuggingFace:
         if len(groups) > 1:
             raise FastshardError.of(
                 codes.AMBIGUOUS,
-                "one folder holds several sets of shards, and no index says which is the model",
+                "the directory holds several sets of shards, and no index states which is the model",
                 file=folder or None,
                 got=", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in sorted(groups)),
-                help="keep one of them there, or add its index",
+                help="keep one set there, or add its index",
             )
         ((stem, total, suffix), have) = next(iter(groups.items()))
         count = int(total)
@@ -369,7 +372,7 @@ class HuggingFace:
         findings.append(
             Finding.of(
                 codes.UNEXPECTED_FILE,
-                "there is no index; taking the shards by their names",
+                "there is no index; the shards are read by their names",
                 severity="note",
                 file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json",
             )
@@ -490,11 +493,11 @@ def _config_beside(
         source.findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                "config.json beside the file is not used: most names of the tensors are none of its model",
+                "config.json next to the file is not used: most tensors have names that its model lacks",
                 severity="note",
                 file="config.json",
-                unnoticed="config.json beside the file is of another model",
-                help="pass it if it is of this model",
+                unnoticed="config.json next to the file is of another model",
+                help="pass the config if it is for this model",
                 run=["--config FILE"],
             )
         )

@@ -41,11 +41,11 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
         return single in named
     raise FastshardError.of(
         codes.AMBIGUOUS,
-        f"{single} and an index of other files lie in one folder: transformers takes the one, other readers "
-        "follow the index",
+        f"{single} and an index of other files are in one directory: transformers loads {single}, and other "
+        "loaders follow the index",
         file=inside[index].path,
         got=f"{single}, and {there[0]} with {len(named) - 1} more by the index",
-        help=f"move the one that is stale away, or name the file itself: {inside[single].path}",
+        help=f"move the stale one away, or name the file itself: {inside[single].path}",
     )
 
 
@@ -53,7 +53,7 @@ def without_files(index: File, single: str) -> Finding:
     """Report an index that is obsolete: a full model file was saved over the files that it names."""
     return Finding.of(
         codes.UNEXPECTED_FILE,
-        f"the index names files that are missing; {single} is taken, as transformers does",
+        f"the index names files that are missing; {single} is used, as by transformers",
         file=index.path,
         help="move the index away",
     )
@@ -99,10 +99,10 @@ def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[F
             findings.append(
                 Finding.of(
                     codes.MISSING_FILE,
-                    "the files' names count more files than the index names",
+                    "the file names state more files than the index names",
                     severity="warning",
                     file=f"{index.folder}/{name}" if index.folder else name,
-                    expected=f"{int(total)} files by their names",
+                    expected=f"{int(total)} files, by their names",
                     got=f"{len(have)} in {index.name}",
                     help="compare the tensors with the model's; an export that dropped files writes such an "
                     "index",
@@ -163,8 +163,7 @@ def sizes(
             file=index,
             expected=f"{counted:,} bytes (total_size)",
             got=f"{stored_bytes:,} bytes, {abs(counted - stored_bytes):,} {'fewer' if lacks else 'more'}",
-            help="compare the tensors with the model's; something may be gone from the index and the files "
-            "alike"
+            help="compare the tensors with the model's; the index and the files may both lack some"
             if lacks
             else "write the index again",
         )

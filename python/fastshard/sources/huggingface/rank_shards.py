@@ -63,11 +63,11 @@ class HfRankShards:
             if not 1 <= int(match[1]) <= _MAX_RANKS or not 1 <= int(match[3]) <= int(match[4]) <= _MAX_RANKS:
                 raise FastshardError.of(
                     codes.AMBIGUOUS,
-                    "the file's name counts otherwise than torch's writer does",
+                    "the numbers in the file's name are not those that torch's writer uses",
                     file=file.path,
                     expected=f"ranks and parts from 1 to at most {_MAX_RANKS}",
                     got=file.name,
-                    help="move the file away if it is no part of this save",
+                    help="move the file away if it is not part of this save",
                 )
         parts: dict[int, set[int]] = {}
         for _, match in inside:
@@ -89,7 +89,7 @@ class HfRankShards:
                 missing(
                     f"{folder}/{one}" if folder else one,
                     {"rank": rank_range(rank - 1, last_rank - 1)},
-                    "a shard between others, by the file names",
+                    "a shard between other shards, by the file names",
                     f"copy {one} from the node that ran rank {rank - 1}",
                     upto=end if end != one else None,
                     count=(last_rank - rank + 1) * (last_part - part + 1),
@@ -203,7 +203,7 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
     return missing(
         f"{found.folder}/{file(ranks + 1)}" if found.folder else file(ranks + 1),
         {"rank": rank_range(ranks, of - 1)},
-        f"{name} has {full}, and the files of {ranks} of {of} ranks are here",
+        f"{name} has {full}, but only the files of {ranks} of {of} ranks are present",
         f"copy the files of {lost} from the nodes that ran them",
         rank=lost,
         upto=file(of) if of > ranks + 1 else None,
@@ -243,7 +243,7 @@ def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) 
         tensor=name,
         expected=f"only {files[holders[0]].path}",
         got=f"offset {lo} in both",
-        help="keep the file of this save: one of them is from another save",
+        help="keep the file of this save: the other is from another save",
     )
 
 
@@ -252,8 +252,8 @@ def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
     if places is None:
         raise FastshardError.of(
             codes.UNSAFE_HEADER,
-            f"a rank shard without a readable {INFO}",
+            f"the rank shard has no readable {INFO}",
             file=file.path,
-            help="copy the file again; it is damaged, or not written by HuggingFaceStorageWriter",
+            help="copy the file again; it is damaged, or HuggingFaceStorageWriter did not write it",
         )
     return places

@@ -54,7 +54,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
     places_by_file = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
     written = {i: places for i, places in places_by_file.items() if places is not None}
     help_ = (
-        "save it again with save_distributed=True, or choose another step; the other slices were written over"
+        "save it again with save_distributed=True, or choose another step; the other slices were overwritten"
     )
     for i, places in written.items():
         for tensor in contents.tensors(i):
@@ -63,10 +63,10 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
                 return [
                     Finding.of(
                         codes.SLICE_AS_WHOLE,
-                        "the file holds a rank's slices, by what its writer says of them",
+                        "according to its metadata, the file holds a rank's slices",
                         file=files[i].path,
                         tensor=name,
-                        expected="the full tensor, from its first element on",
+                        expected="the full tensor, from its first element",
                         got=f"{tensor['shape']} from {places[name]} on",
                         help=help_,
                     )
@@ -79,7 +79,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
     return [
         Finding.of(
             codes.SLICE_AS_WHOLE,
-            "the index counts more than its files hold, as if a rank's slices were counted as full tensors",
+            "the index counts more than its files hold, as if it counted a rank's slices as full tensors",
             file=index,
             expected=f"{counted} bytes of tensors",
             got=f"{stored_bytes} bytes",
@@ -116,11 +116,11 @@ def zeroed(listing: Listing, folder: str, files: Sequence[File], contents: Conte
     return [
         Finding.of(
             codes.ZERO_SLAB,
-            f"{len(zero)} tensors of no dimensions are zero: torch's consolidation makes that of every one",
+            f"{len(zero)} scalar tensors are zero: torch's consolidation sets every scalar to zero",
             severity="warning",
             file=zero[0][1],
             tensor=zero[0][0],
             got=", ".join(name for name, _ in zero[:8]),
-            help=f"name the folder of the shards that it was made of: {below[0].folder}",
+            help=f"name the directory of the shards that it was made from: {below[0].folder}",
         )
     ]

@@ -73,7 +73,11 @@ class TpSafetensors:
         path = layout_file.path if layout_file else "layout.json"
         degree = None if layout is None else _read_degree(layout, path)
         tp = max(ranks) + 1 if degree is None else degree
-        why = f"ranks 0..{max(ranks)} by the other files" if degree is None else f"tp {degree} by layout.json"
+        why = (
+            f"ranks 0..{max(ranks)}, by the other files"
+            if degree is None
+            else (f"tp {degree}, by layout.json")
+        )
         findings = [*chosen.findings, *within_this(within), *_unknown_keys(layout or {}, path)]
         if len(widths) == 1:
             findings += _ranks_missing(folder, *widths.popitem(), ranks, tp, why)
@@ -121,11 +125,11 @@ class TpSafetensors:
                     source.findings.append(
                         Finding.of(
                             codes.CONFIG_DISAGREES,
-                            "vocab_size of layout.json and of the config differ",
+                            "layout.json and the config state different values of vocab_size",
                             file=path,
                             expected=str(source.binding.axes["V"]),
                             got=str(vocab),
-                            help="see in the tokenizer which value is right, and correct the other file",
+                            help="check in the tokenizer which value is right, and correct the other file",
                         )
                     )
                 source.binding.vocab_size = vocab
@@ -142,7 +146,7 @@ class TpSafetensors:
             source.findings.append(
                 Finding.of(
                     codes.AMBIGUOUS,
-                    "nothing says along which dimension the ranks divide each tensor",
+                    "nothing states along which dimension the ranks divide each tensor",
                     file=found.folder or ".",
                     help="write a layout.json with tp and tp_dim, or pass the model's config.json",
                     run=["--config FILE"],
@@ -175,7 +179,7 @@ def _unknown_keys(layout: dict[str, Any], path: str) -> list[Finding]:
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
-            f"layout.json: unknown key {key!r} is not used",
+            f"layout.json: unknown key {key!r} is ignored",
             file=path,
             severity="warning",
         )

@@ -113,11 +113,11 @@ class Megatron:
             if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    "rows of queries, keys and values in the order of old versions",
+                    "the rows of queries, keys and values are in the order of old versions",
                     file=file.path,
                     expected=f"checkpoint_version {_ROWS_BY_GROUP} or later",
                     got=str(version),
-                    help="load and save it with a Megatron-LM of today, which puts the rows in order",
+                    help="load and save it with a current Megatron-LM, which reorders the rows",
                 )
         source = Source(found.framework, step=found.step, binding=Binding(layout="megatron.legacy"))
         source.binding.vocab_size = options.vocab_size
@@ -319,11 +319,11 @@ def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     if grid.topology.shares_files:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "experts that more ranks divide than other tensors: files of several ranks have one name",
+            "more ranks divide the experts than the other tensors: files of several ranks have the same name",
             file=found.files[0].path,
             expected=f"expert_tensor_parallel_size that divides {grid.tp}",
             got=str(grid.etp),
-            help="save it in the torch_dist format, which says where each part belongs",
+            help="save it in the torch_dist format, which states where each part belongs",
         )
     stray = [i for i, rank in enumerate(grid.places) if grid.of_expert(rank) is None]
     # Such a run saves the files of its first etp x ep ranks only.
@@ -331,11 +331,11 @@ def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     if stray or unsaved:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "experts with a separate tensor-parallel degree: not the files that ranks of such a run save",
+            "experts with a separate tensor-parallel degree: a run saves other rank files than these",
             file=found.files[stray[0] if stray else 0].path,
-            expected=f"those of {grid.etp} x {grid.ep} ranks that hold experts",
+            expected=f"the files of the {grid.etp} x {grid.ep} ranks that hold experts",
             got=f"{len(grid.places)} files of {grid.tp} x {grid.ep}",
-            help="save it in the torch_dist format, which says where each part belongs",
+            help="save it in the torch_dist format, which states where each part belongs",
         )
 
 
@@ -386,7 +386,7 @@ def _whole(
         source.findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(wholes.left)} tensors: scales of FP8 and buffers, no weights",
+                f"{len(wholes.left)} tensors are FP8 scales and buffers, not weights",
                 tensor=wholes.left[0],
             )
         )

@@ -69,9 +69,9 @@ def override(
             codes.BAD_VALUE,
             "--config states no setting of the model",
             file=options.config_path,
-            expected="the model's config.json, or arguments of Megatron-LM by their names",
+            expected="the model's config.json, or Megatron-LM arguments under their own names",
             got=", ".join(map(str, list(config)[:5])),
-            help="pass the config of this model, or leave --config out",
+            help="pass the config of this model, or leave out --config",
         )
     noted = megatron.SETTINGS - {"group_query_attention"}
     if args.get(megatron.UNTIED) is True and settings.get(megatron.UNTIED) is False:
@@ -111,7 +111,7 @@ def _find_missing_further(
     return [
         Finding.of(
             codes.MISSING_PART,
-            f"--config promises {layers} ({key}), and the run built none: no file holds a tensor of them",
+            f"--config promises {layers} ({key}), but the run built none: no file holds any of their tensors",
             file=file,
             expected=f"mtp_num_layers {number}",
             got="none in the checkpoint's arguments",
@@ -125,11 +125,11 @@ def _contradict_tie(file: str | None) -> Finding:
     """Build the finding for a config that ties a head whose weights are stored."""
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        "--config ties the head to the embedding, and the checkpoint stores separate weights of it",
+        "--config ties the head to the embedding, but the checkpoint stores separate weights for the two",
         file=file,
         expected="tie_word_embeddings false in --config",
         got=f"args.{megatron.UNTIED} true in the checkpoint",
-        help="pass the config of this model, or leave --config out",
+        help="pass the config of this model, or leave out --config",
     )
 
 
@@ -234,7 +234,7 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
             "None: all gates before all other rows",
             args.get("moe_shared_expert_glu_interleave_size"),
         ),
-        ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
+        ("mtp_num_layers", "None: no MTP layers", args.get("mtp_num_layers")),
     ]
     return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
 

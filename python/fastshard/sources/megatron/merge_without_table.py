@@ -201,11 +201,11 @@ class Wholes:
             if layers and self.args and expected != got:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    f"layers differ from those that {key} calls for",
+                    f"the layers differ from those that {key} requires",
                     file=file,
                     expected=f"{key} {self.args.get(key)}: {_format_layers(expected)}",
                     got=_format_layers(got),
-                    help="copy all rank files of this model again; the arguments are of another model, or "
+                    help="copy all rank files of this model again; the arguments are from another model, or "
                     "tensors are missing",
                 )
 
@@ -278,7 +278,7 @@ class Wholes:
                 rank=rank,
                 expected=f"num_layers {self.args.get('num_layers')} in the arguments",
                 got="no such layer",
-                help="copy the files of the pipeline stage that owned it",
+                help="copy the files of the pipeline stage that held it",
             )
         )
 
@@ -318,14 +318,14 @@ class Wholes:
         self.findings.append(
             Finding.of(
                 codes.SHAPE if there else codes.MISSING_TENSOR,
-                "shape" if there else "one rank of a stage lacks what another has",
+                "shape" if there else "one rank of a stage lacks a tensor that another rank has",
                 file=place.path if there or name not in own else first.path,
                 tensor=name,
                 rank=place.label if there or name not in own else first.label,
                 expected=f"{others.get(name) or own.get(name)}, as in "
                 f"{first.path if name in others else place.path}",
                 got=str(own[name]) if there else "no such tensor",
-                help="copy the file of this rank again; it is from another run or degree",
+                help="copy the file of this rank again; it is from another run or another number of ranks",
             )
         )
 
@@ -363,7 +363,7 @@ class Wholes:
             return None, 1
         rule = next((r for r in _DIVIDED if r[0].search(name) and len(shape) > r[1]), None)
         if rule is None:
-            raise _refused(name, place, "no module is known that is called so", None, None)
+            raise _refused(name, place, "no known module has this name", None, None)
         _, dimension, extent = rule
         total = self._extents[extent]
         parts = 1
@@ -372,7 +372,11 @@ class Wholes:
             if parts > 1 and degree > 1 and self.args.get("moe_mlp_glu_interleave_size"):
                 size = str(self.args["moe_mlp_glu_interleave_size"])
                 raise _refused(
-                    name, place, "gates between other rows (moe_mlp_glu_interleave_size)", "None", size
+                    name,
+                    place,
+                    "gates interleaved with other rows (moe_mlp_glu_interleave_size)",
+                    "None",
+                    size,
                 )
             total = None if total is None else total * parts
         if total is not None and shape[dimension] * degree == total:
@@ -382,7 +386,7 @@ class Wholes:
         raise _refused(
             name,
             place,
-            f"its extent along dimension {dimension}",
+            f"its size along dimension {dimension}",
             f"a share or all of {total} by the arguments" if total else "arguments that state it",
             str(shape[dimension]),
         )
@@ -444,13 +448,12 @@ def _format_layers(layers: set[int] | bool) -> str:
 def _refused(name: str, place: Place, what: str, expected: str | None, got: str | None) -> FastshardError:
     return FastshardError.of(
         codes.UNSUPPORTED,
-        f"how ranks divide this tensor is not certain: {what}",
+        f"it is uncertain how ranks divide this tensor: {what}",
         file=place.path,
         tensor=name,
         rank=place.label,
         expected=expected,
         got=got,
-        help="save it in the torch_dist format, which says where each part belongs, or describe it in a "
-        "layout of your own"
-        " (--layout FILE.toml)",
+        help="save it in the torch_dist format, which states where each part belongs, or describe it in "
+        "your own layout (--layout FILE.toml)",
     )

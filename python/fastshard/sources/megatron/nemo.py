@@ -128,7 +128,7 @@ class Unstated:
         finding = missing(
             self.file,
             {},
-            "it states the settings of the model (layers, heads, norms), which no tensor states",
+            "it states the settings of the model (layers, heads, norms), which no tensor shows",
             "copy it from the original checkpoint, or pass the model's config",
             run=["--config FILE"],
         )
@@ -169,7 +169,7 @@ def read_settings(listing: Listing, folder: str) -> Settings | None:
         if not isinstance(content, dict) or not isinstance(content.get(key), dict):
             raise FastshardError.of(
                 codes.BAD_VALUE,
-                f"the file states no settings of a model under `{key}`",
+                f"the file states no model settings under `{key}`",
                 file=label,
                 expected=f"{key}: the fields of the model's config",
                 got=shown(content.get(key) if isinstance(content, dict) else content),

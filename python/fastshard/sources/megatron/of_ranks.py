@@ -73,16 +73,16 @@ def judge(
     wrong = [one for one in wrong if one[1] != one[3]]
     paths = {place: found.files[at].path for at, place, _, _ in files_with_rank}
     for at, place, rank, own in wrong:
-        right = f"rename the files back, or copy them again; its place is that of {paths[own]}"
+        right = f"rename the files back, or copy them again; it belongs at {paths[own]}"
         source.findings.append(
             Finding.of(
                 codes.RENAMED,
-                "the file is another rank's, by its arguments",
+                "according to its arguments, the file is from another rank",
                 file=found.files[at].path,
                 rank=_called(place, pp),
                 expected=_called(place, pp),
                 got=_called(own, pp),
-                evidence=f"args.rank {rank} in the file",
+                evidence=f"args.rank is {rank} in the file",
                 help=right if own in paths else "copy the file of this rank from the node that ran it",
             )
         )
@@ -123,7 +123,7 @@ def judge_stages(
             source.findings.append(
                 Finding.of(
                     codes.RENAMED,
-                    "the file is another pipeline stage's, by its tensors",
+                    "according to its tensors, the file is from another pipeline stage",
                     file=path,
                     rank=_called((tp, stage), pp),
                     expected=_called((tp, stage), pp),

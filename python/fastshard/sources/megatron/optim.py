@@ -144,8 +144,8 @@ def _weights(weights: list[Stored], described: Metadata) -> Weights:
 def _no_places(name: str, error: UnknownPlaces) -> Finding:
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        "the optimizer's flat buffers carry no names, and the places of parameters in them are not certain: "
-        f"{error}",
+        "the optimizer's flat buffers have no names, and the positions of the parameters in them are "
+        f"uncertain: {error}",
         severity="error",
         tensor=name,
         expected=error.expected,
@@ -165,10 +165,9 @@ def _remarks(assembled: list[Assembled], is_shifted: bool) -> list[Finding]:
         remarks.append(
             Finding.of(
                 codes.IGNORED,
-                "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of "
-                "several buckets is padded:"
-                " master weights that differ from the parameters (FS401) show it, and these files cannot "
-                "give the state",
+                "Megatron-LM shifts the optimizer state in this format (fully_reshardable) if one of "
+                "several buckets is padded: master weights that differ from the parameters (FS401) show it, "
+                "and these files do not hold the correct state",
                 severity="note",
             )
         )
@@ -178,8 +177,7 @@ def _remarks(assembled: list[Assembled], is_shifted: bool) -> list[Finding]:
         remarks.append(
             Finding.of(
                 codes.IGNORED,
-                f"{count} tensors of the optimizer's state ({', '.join(slots)}) are taken with --optimizer "
-                "only",
+                f"{count} tensors of the optimizer state ({', '.join(slots)}) are only read with --optimizer",
             )
         )
     return remarks
@@ -201,7 +199,7 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
             Finding.of(
                 codes.UNSUPPORTED,
                 "the optimizer state is in one pickled object for each model-parallel rank "
-                "(dp_zero_gather_scatter): it is not read",
+                "(dp_zero_gather_scatter), which is not supported",
                 tensor=pickled[0],
                 severity="error",
                 help=again,
@@ -211,8 +209,7 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
         return [
             Finding.of(
                 codes.UNSUPPORTED,
-                f"{len(unread)} tensors of the optimizer's state are not kept by parameter: "
-                "they are not read",
+                f"{len(unread)} tensors of the optimizer state are not stored by parameter, and are not read",
                 tensor=unread[0],
                 severity="error",
                 help=again,
@@ -224,7 +221,7 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
             return [
                 Finding.of(
                     codes.UNSUPPORTED,
-                    f"master weights of parameters in FP8 or FP4 ({name}) cannot be held against them: they "
+                    f"master weights of parameters in FP8 or FP4 ({name}) cannot be compared with them, and "
                     "are not read",
                     severity="error",
                     help="leave out --optimizer",

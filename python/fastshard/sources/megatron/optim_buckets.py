@@ -96,7 +96,7 @@ def read(weights: Weights, args: dict[str, Any], tensors: list[Stored]) -> list[
             continue
         fitting.append((kind, found))
     if not fitting:
-        raise failed or UnknownPlaces("no order of the parameters is known")
+        raise failed or UnknownPlaces("the order of the parameters is unknown")
     places = [[(p.name, a, b) for _, bucket in found for p, a, b in bucket] for _, found in fitting]
     if any(other != places[0] for other in places[1:]):
         raise UnknownPlaces(
@@ -130,7 +130,7 @@ def _placed(ranks: Ranks, kind: Kind, buffers: _Buffers) -> list[tuple[dict[str,
                 if any(of_chunks):
                     lists[1, (stage * ranks.ep + ep) * ranks.etp + tp] = of_chunks
     if left := ranks.unused():
-        raise UnknownPlaces(f"where {min(left)} comes among the parameters is not known")
+        raise UnknownPlaces(f"the position of {min(left)} among the parameters is unknown")
     if lists.keys() != buffers.keys():
         raise _other_ranks(len(lists), buffers)
     found: list[tuple[dict[str, Stored], list[Place]]] = []
@@ -146,9 +146,9 @@ def _placed(ranks: Ranks, kind: Kind, buffers: _Buffers) -> list[tuple[dict[str,
 
 def _other_ranks(expected: int, buffers: _Buffers) -> UnknownPlaces:
     return UnknownPlaces(
-        "buffers of other model-parallel ranks than the arguments state",
-        f"those of {expected} ranks",
-        f"those of {len(buffers)}",
+        "the buffers are for other model-parallel ranks than the arguments state",
+        f"buffers of {expected} ranks",
+        f"buffers of {len(buffers)} ranks",
     )
 
 
@@ -169,14 +169,14 @@ def _filled(
     lengths = [{shape[0] for _, shape, _ in slots.values() if len(shape) == 1} for slots in ordered]
     every = set().union(*(set(slots) for slots in ordered))
     if "param" not in every:
-        raise UnknownPlaces("no master weights show the places of the parameters")
+        raise UnknownPlaces("no master weights show the positions of the parameters")
     if any(len(n) != 1 for n in lengths) or any(set(slots) != every for slots in ordered):
-        raise UnknownPlaces("the slots of a bucket are not alike")
+        raise UnknownPlaces("the states in a bucket differ in size")
     buckets = in_buckets(parts, [n.pop() for n in lengths])
     if buckets is None:
         raise UnknownPlaces(
             f"the buckets do not fit the model: {next(iter(ordered[0].values()))[0]}",
-            f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
+            f"{sum((p.numel for p in parts))} elements of {len(parts)} parameters, and alignment padding",
             f"{sum(next(iter(slots.values()))[1][0] for slots in ordered)} elements "
             f"in {len(ordered)} buckets",
         )
@@ -197,7 +197,7 @@ def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
     for part, start, end in bucket:
         if start not in begins or end not in ends:
             raise UnknownPlaces(
-                f"{part.name} does not lie where it must in {name}",
+                f"{part.name} is not at its expected place in {name}",
                 f"chunks from {start} to {end}",
                 "chunks with other bounds",
             )
@@ -205,7 +205,9 @@ def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
             a, b = bounds[at]
             if (a < start < b) or (a < end < b):
                 raise UnknownPlaces(
-                    f"a chunk of {name} goes beyond {part.name}", f"from {start} to {end}", f"from {a} to {b}"
+                    f"a chunk of {name} extends beyond {part.name}",
+                    f"from {start} to {end}",
+                    f"from {a} to {b}",
                 )
             at += 1
 

@@ -91,7 +91,7 @@ def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> No
     finding = _no_places(
         found.files[beside.get(first, first)].path,
         next((unit.rank for unit in source.files.units if unit.file == first), None),
-        UnknownPlaces("no table gives this model's order"),
+        UnknownPlaces("no table states the order for this model"),
     )
     source.optimizer = Optimizer(
         moments_only=True, findings=[finding], files={found.files[file].path for file in beside.values()}
@@ -153,7 +153,7 @@ def attach(
     if slots:
         source.findings.append(
             Finding.of(
-                codes.IGNORED, f"the optimizer's state ({', '.join(slots)}) is taken with --optimizer only"
+                codes.IGNORED, f"the optimizer state ({', '.join(slots)}) is only read with --optimizer"
             )
         )
 
@@ -165,7 +165,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
         Finding.of(
             codes.UNEXPECTED_FILE,
             f"the distributed optimizer keeps its state in separate files ({DISTRIBUTED_OPTIMIZER}), and "
-            "none is here",
+            "all of them are missing",
             severity="note",
             file=folder or None,
         )
@@ -175,8 +175,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
 def _no_places(path: str, rank: str | None, error: UnknownPlaces) -> Finding:
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        "the optimizer's state carries no names, and the places "
-        f"of parameters in it are not certain: {error}",
+        f"the optimizer state has no names, and the positions of the parameters in it are uncertain: {error}",
         severity="error",
         file=path,
         rank=rank,
@@ -267,7 +266,7 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
     found = reading.found
     if rank.beside is None:
         path = f"{rank.path.rpartition('/')[0]}/{DISTRIBUTED_OPTIMIZER}"
-        why = f"{DISTRIBUTED_OPTIMIZER} beside each rank file, as beside others"
+        why = f"{DISTRIBUTED_OPTIMIZER} next to each rank file, as for the others"
         help_ = "copy it from the node that wrote it, or take the parameters alone"
         reading.findings.append(missing(path, rank.coords, why, help_, run=PARAMETERS_ALONE))
         return
@@ -319,7 +318,7 @@ def _vectors(
         wanted += [(n, dtype, of_one) for dtype, of_one in by_dtype.items()]
     numbers = sorted(int(key) for key in buffers if key.isdecimal())
     if buffers.get("buckets_coalesced") is not True:
-        raise UnknownPlaces("buckets apart, as versions before core 0.7 wrote them: not read")
+        raise UnknownPlaces("separate buckets, as written before core 0.7, are not supported")
     if numbers != list(range(len(wanted))):
         raise UnknownPlaces("buffers of the rank", str(len(wanted)), str(len(numbers)))
     slots: _Slots = {}
@@ -335,9 +334,9 @@ def _vectors(
         }
         sizes = {tuple(lengths[index]) for index in vectors.values()}
         if "param" not in vectors:
-            raise UnknownPlaces("no master weights show the places of the parameters")
+            raise UnknownPlaces("no master weights show the positions of the parameters")
         if len(sizes) != 1 or len(next(iter(sizes))) != 1:
-            raise UnknownPlaces(f"vectors of buffer {number}", "one length", str(sorted(sizes)))
+            raise UnknownPlaces(f"vectors of buffer {number}", "vectors of equal length", str(sorted(sizes)))
         for part, start, end in _placed(reading, rank, n, parts, next(iter(sizes))[0]):
             for slot, index in vectors.items():
                 entry = (part.name, part.shape, [(end - start, file, index, start)])
@@ -360,7 +359,7 @@ def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], lengt
             return places
     raise UnknownPlaces(
         "the vector does not fit the model",
-        f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
+        f"{sum((p.numel for p in parts))} elements of {len(parts)} parameters, and alignment padding",
         f"{length} elements",
     )
 
@@ -406,7 +405,7 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
         assigned = by_shape(names, groups) if whole else None
         if assigned is None:
             raise UnknownPlaces(
-                "the shapes of its moments fit the parameters in more than one way or in none",
+                "the shapes of its moments do not match the parameters in exactly one way",
                 f"{len(names)} parameters",
                 f"moments of {sum(map(len, groups))}",
             )
@@ -422,7 +421,7 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
                     index = _tensor(value, len(tensors))
                     part = parts[key]
                     if index is None or tensors[index]["shape"] != part.shape:
-                        raise UnknownPlaces(f"{slot} of {part.name} is not laid out as the parameter is")
+                        raise UnknownPlaces(f"{slot} of {part.name} does not have the parameter's layout")
                     chunk = int(key.partition(":")[0])
                     entry = (part.name, part.shape, [(part.numel, rank.file, index, 0)])
                     slots.setdefault(slot, {}).setdefault(chunk, []).append(entry)
@@ -453,7 +452,7 @@ def _steps_agree(
     return [
         Finding.of(
             codes.MIXED_STEPS,
-            "steps of the optimizer differ between ranks",
+            "the optimizer steps differ between ranks",
             file=found.files[rank.file].path,
             rank=rank.label,
             expected=str(first),

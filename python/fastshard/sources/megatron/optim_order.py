@@ -109,7 +109,7 @@ def kinds(args: dict[str, Any], experts: bool) -> list[Kind]:
         either = [grouped] if isinstance(grouped, bool) else [False, True]
     if experts and grouped and (args.get("moe_use_legacy_grouped_gemm") or implementation == "local"):
         raise UnknownPlaces(
-            "grouped experts of the older kind keep their master weights transposed: not read"
+            "grouped experts of the older kind keep their master weights transposed, which is not supported"
         )
     return [Kind(one, two) for one in layers for two in either]
 
@@ -167,14 +167,16 @@ class Ranks:
             "mtp_num_layers",
         ):
             if args.get(name):
-                raise UnknownPlaces(f"layers of stages by {name}: not read", "none", str(args[name]))
+                raise UnknownPlaces(
+                    f"layers assigned to stages by {name} are not supported", "none", str(args[name])
+                )
         ends = [count(args, f"decoder_{n}_pipeline_num_layers") for n in ("first", "last")]
         counts: list[int]
         if any(ends):
             inner = self.pp - sum(n is not None for n in ends)
             left = self.layers - sum(n or 0 for n in ends)
             if self.vp > 1 or (inner and left % inner) or (not inner and left):
-                raise UnknownPlaces("layers of uneven stages: not read")
+                raise UnknownPlaces("stages with different numbers of layers are not supported")
             counts = [left // inner if inner else 0] * self.pp
             counts[0] = counts[0] if ends[0] is None else ends[0]
             counts[-1] = counts[-1] if ends[1] is None else ends[1]
@@ -182,7 +184,9 @@ class Ranks:
             return {(s, 0): range(starts[s], starts[s] + counts[s]) for s in range(self.pp)}
         if self.layers % (self.pp * self.vp):
             raise UnknownPlaces(
-                "layers do not divide among stages", f"a multiple of {self.pp * self.vp}", str(self.layers)
+                "the layers cannot be divided evenly among the stages",
+                f"a multiple of {self.pp * self.vp}",
+                str(self.layers),
             )
         each = self.layers // (self.pp * self.vp)
         return {
@@ -238,9 +242,11 @@ class Ranks:
         shape = self.weights[stored[0][0]][0]
         total = shape[len(stored[0][1])] if len(shape) > len(stored[0][1]) else 0
         if total % self.ep:
-            raise UnknownPlaces("experts do not divide among ranks", f"a multiple of {self.ep}", str(total))
+            raise UnknownPlaces(
+                "the experts cannot be divided evenly among the ranks", f"a multiple of {self.ep}", str(total)
+            )
         if kind.grouped and len(stored) > 2:
-            raise UnknownPlaces("grouped experts with biases: the order of their master weights is not known")
+            raise UnknownPlaces("grouped experts with biases: the order of their master weights is unknown")
         local = range(ep * (total // self.ep), (ep + 1) * (total // self.ep))
         pairs = (
             [(n, a, e) for n, a in stored for e in local]

@@ -156,7 +156,7 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
                 missing(
                     f"{folder}/common.pt" if folder else "common.pt",
                     {},
-                    f"the common part of the state, as metadata.json calls for it, or {_COMMON} among the "
+                    f"the common part of the state, which metadata.json requires, or {_COMMON} among the "
                     "records",
                     "copy common.pt from the node that ran rank 0, or name that node's directory as another "
                     "CKPT",

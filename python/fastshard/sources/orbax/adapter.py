@@ -78,7 +78,7 @@ class Orbax:
         if not union.arrays:
             raise FastshardError.of(
                 codes.UNCOMMITTED,
-                "the metadata of all arrays is missing: the process that writes it wrote to another disk, or "
+                "the metadata of all arrays is missing: the process that writes it used another disk, or "
                 "the save was interrupted",
                 file=evidence.where,
                 got=f"{len(union.keys)} keys",
@@ -183,9 +183,9 @@ def _shared(tree: Tree | None, where: str) -> list[Finding]:
             file=where,
             tensor=name,
             expected="one entry",
-            got=f"{len(paths) + 1}, {', '.join(paths[:3])} among them",
-            help="save it again under keys that differ when they are joined by dots, "
-            f"or leave it out (--exclude '{name}')",
+            got=f"{len(paths) + 1} entries, including {', '.join(paths[:3])}",
+            help="save it again with keys that stay different when joined by dots, or leave it out "
+            f"(--exclude '{name}')",
         )
         for name, paths in (tree.shared.items() if tree else ())
     ]
@@ -195,7 +195,8 @@ def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
     return [
         Finding.of(
             codes.UNSUPPORTED,
-            f"safetensors has no {array.narrow}: taken as {array.dtype}, which has all its values",
+            f"safetensors has no {array.narrow}: it is stored as {array.dtype}, which can hold all its "
+            "values",
             severity="note",
             file=where,
             tensor=name,
@@ -240,7 +241,7 @@ def _refuse_without_arrays(listing: Listing) -> None:
         return
     raise FastshardError.of(
         codes.UNCOMMITTED,
-        "Orbax began to save here and wrote no array",
+        "Orbax began to save here but wrote no array",
         file=started.path,
         help="name the directories of all hosts: the save was interrupted, or this process wrote to another "
         "disk",
@@ -253,9 +254,8 @@ def _refuse_chunks_alone(listing: Listing) -> None:
         return
     raise FastshardError.of(
         codes.UNCOMMITTED,
-        "chunks of arrays, and nothing that describes the arrays: a process other than the first writes "
-        "these, and the "
-        "first one wrote to another disk",
+        "the directory has chunks of arrays, but nothing that describes the arrays: the first process, "
+        "which writes the description, used another disk",
         file=file.path,
         help="name the directory of process 0 as another CKPT",
     )
@@ -272,8 +272,8 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
         Finding.of(
             codes.LOOKALIKES,
             f"whether the chunks of {len(places)} directories "
-            f"({', '.join(p.label(listing) for p in places[:4])}) "
-            "are of one run: a chunk does not name its run",
+            f"({', '.join((p.label(listing) for p in places[:4]))}) are from one run: chunks do not name "
+            "their run",
             help="pass a manifest that was made where they were written",
             run=["--expect FILE"],
         )
@@ -292,7 +292,7 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         return [
             Finding.of(
                 codes.UNCOMMITTED,
-                "a temporary directory, taken to complete the committed one",
+                "a temporary directory is used to complete the committed one",
                 severity="note",
                 file=p.label(listing),
             )
@@ -307,10 +307,10 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         file=places[0].label(listing),
         expected=levanter_steps.METADATA
         if places[0].is_levanter
-        else "a directory without the mark of temporary ones, its processes' stores merged",
-        help=("pass the step's folder if this is a part of one; " if places[0].is_levanter else "")
-        + "choose another step with --step; or name the directories of all processes and accept it: every "
-        "chunk is still proven to be there",
+        else "a committed directory, into which the processes' stores are merged",
+        help=("pass the step's directory if this is a part of one; " if places[0].is_levanter else "")
+        + "choose another step with --step; or name the directories of all processes and accept it: "
+        "fastshard still checks that every chunk is there",
         run=["--accept uncommitted"],
     )
     if not accepted:
@@ -363,7 +363,7 @@ def _tree(listing: Listing, places: list[Place]) -> Tree | None:
                 codes.MIXED_STEPS,
                 "two hosts name different arrays in _METADATA: they are of different saves",
                 file=place.label(listing),
-                help="pass the directories of one save only",
+                help="pass only the directories of one save",
             )
         found = found or tree
     return found
@@ -385,11 +385,11 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
     findings = [
         Finding.of(
             codes.MISSING_FILE,
-            "the metadata of this array is missing, and its chunks are here",
+            "the metadata of this array is missing, although its chunks are here",
             file=where,
             tensor=name,
-            expected=".zarray or zarr.json beside them",
-            help="copy it from the host that wrote the checkpoint: without it shape and dtype are unknown",
+            expected=".zarray or zarr.json next to them",
+            help="copy it from the host that wrote the checkpoint: without it, shape and dtype are unknown",
         )
         for name in lacking[:_NAMED]
     ]
@@ -401,9 +401,8 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
         findings.append(
             Finding.of(
                 codes.MISSING_CHUNKS,
-                f"{union.unmerged} keys are in the directories of processes only: the merged store does not "
-                "reach "
-                "them; they were taken from there",
+                f"{union.unmerged} keys are only in the directories of processes, not in the merged store; "
+                "they were read from there",
                 severity="note",
                 file=where,
             )
@@ -451,8 +450,8 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
             "named in _METADATA, but described in no store",
             file=where,
             tensor=name,
-            help="name the directories of the other hosts as more CKPTs; if all are given, choose another "
-            "step with --step",
+            help="name the directories of the other hosts as more CKPTs; if you passed all of them, choose "
+            "another step with --step",
         )
         for name in lacking[:_NAMED]
     ]

@@ -275,12 +275,12 @@ def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -
         codes.MISSING_CHUNKS,
         f"{_summary(arrays, verdict, verdict.missing)}; the writer leaves out chunks of zeros, and "
         + (
-            f"the directories of all {evidence.implied} processes are here"
+            f"the directories of all {evidence.implied} processes are present"
             if known
-            else "arrays of as many chunks are complete, in the store that all processes share"
+            else "arrays with as many chunks are complete in the store that all processes share"
             if evidence.beside
-            else "others of all the devices that held these are here, in stores that each process writes at "
-            "once"
+            else "other chunks from all devices that held these are present, in stores that each process "
+            "writes at once"
         ),
         severity="note",
         file=evidence.where,
@@ -309,34 +309,36 @@ def _ambiguous(
                 first = first or name
     reasons = []
     if counts[True]:
-        reasons.append(f"{counts[True]} speak for zeros, since others are here of what wrote them")
+        reasons.append(
+            f"{counts[True]} were probably zeros, because other chunks of the same writer are present"
+        )
     if counts[False]:
         whose = named(suspects, evidence.processes)
-        reasons.append(f"{counts[False]} for loss, since nothing is here that {whose} wrote")
+        reasons.append(
+            f"{counts[False]} were probably lost, because all chunks that {whose} wrote are missing"
+        )
     if counts[None]:
         reasons.append(f"{counts[None]} have no known writer")
     helps = []
     if suspects:
         helps.append(
-            f"look for what {named(suspects, evidence.processes)} wrote, on the disks of the hosts that ran "
-            "them, "
-            "and name it as another CKPT"
+            f"look for the files that {named(suspects, evidence.processes)} wrote on the disks of the hosts "
+            "that ran them, and pass them as another CKPT"
         )
     elif owners and not evidence.per_process:
         helps.append(
-            f"compare the files with the files of the hosts that ran {named(owners, evidence.processes)}: a "
+            f"compare the files with those on the hosts that ran {named(owners, evidence.processes)}: a "
             "copy may have lost some"
         )
     if evidence.per_process:
         helps.append("pass the number of processes that wrote it with --expect-processes N")
     helps.append(
-        "take absent chunks for zeros with --accept elided-zeros if the values are known to hold zeros"
+        "if the values are known to be zeros, read absent chunks as zeros with --accept elided-zeros"
     )
     return Finding.of(
         codes.MISSING_CHUNKS,
         f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing "
-        "proves that "
-        "these are such and not lost",
+        "shows whether these were zeros or lost",
         severity="warning" if accept_elided else None,
         decided="accept elided-zeros" if accept_elided else None,
         file=evidence.where,
@@ -370,11 +372,11 @@ def _lost(
                 tensor=name,
                 rank=", ".join(f"process {p}" for p in owners) or None,
                 expected=f"{math.prod(array.shape)} elements",
-                got=f"{100 * lost / max(1, math.prod(array.shape)):.3g} % of them lost: they would read as "
-                "zeros",
+                got=f"{100 * lost / max(1, math.prod(array.shape)):.3g} % of them lost: they would be read "
+                "as zeros",
                 help="name the directory of "
                 + (", ".join(f"process {p}" for p in owners) or "each other process")
-                + " (on that host's disk; a temporary one will do) as another CKPT",
+                + " (from that host's disk; a temporary directory will do) as another CKPT",
             )
         )
     if len(verdict.gone) > _NAMED:
@@ -390,7 +392,11 @@ def _lost(
         Finding.of(
             codes.MISSING_CHUNKS,
             _summary(arrays, verdict, verdict.gone)
-            + (f"; {elided} more were left out by processes that are here: they hold zeros" if elided else "")
+            + (
+                f"; {elided} more were left out by processes that are present: they are zeros"
+                if elided
+                else ""
+            )
             + (f"; {unknown} more may have been left out or lost" if unknown else ""),
             file=evidence.where,
             rank=rank,

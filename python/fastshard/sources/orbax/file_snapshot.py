@@ -74,11 +74,11 @@ class Files:
         path = Path(self._path(self.files[int(here[np.argmax(differs)])]))
         raise FastshardError.of(
             codes.SOURCE_CHANGED,
-            "changed while it was read",
+            "the file changed while it was read",
             file=str(path),
-            expected="the size and the times of the start"
+            expected="the size and the times of the first read"
             if status
-            else "the size and the modification time of the start",
+            else "the size and the modification time of the first read",
             got="others" if path.exists() else "no such file",
-            help="wait until nothing changes the checkpoint, then run again",
+            help="wait until nothing changes the checkpoint, then run the command again",
         )

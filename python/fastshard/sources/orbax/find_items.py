@@ -293,11 +293,11 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     if outer := next((place for place in chosen if place.within), None):
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "arrays lie in a folder inside of what holds arrays",
+            "a directory inside a directory of arrays also holds arrays",
             file=outer.label(listing),
             expected="one item",
             got=", ".join(sorted(outer.within)[:5]),
-            help="pass one directory as CKPT, or move the remains of another save away",
+            help="pass one directory as CKPT, or move the leftovers of another save away",
         )
     # Of the same save, the one that the coordinator wrote first, and what describes the arrays.
     first = [(p, {process.id for process in p.processes}) for p in chosen]
@@ -319,11 +319,12 @@ def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:
         if isinstance(handlers, dict) and MODEL_ITEM in handlers:
             raise FastshardError.of(
                 codes.MISSING_FILE,
-                f"the item {MODEL_ITEM} is missing: only {OPTIMIZER_ITEM} is there",
+                f"the item {MODEL_ITEM} is missing: there is only {OPTIMIZER_ITEM}",
                 file=place.label(listing),
                 expected=MODEL_ITEM,
                 got=OPTIMIZER_ITEM,
-                help="copy it from the host that saved the step, or pass the directory of the other as CKPT",
+                help="copy it from the host that saved the step, or pass the directory of the other item as "
+                "CKPT",
             )
 
 
@@ -331,10 +332,10 @@ def _report_optimizer(listing: Listing, place: Place) -> Finding:
     """Report that the optimizer's state lies in a separate item, which is not taken."""
     return Finding.of(
         codes.IGNORED,
-        f"{OPTIMIZER_ITEM} is a separate item and not taken: the model is {MODEL_ITEM}",
+        f"{OPTIMIZER_ITEM} is a separate item and is not read: the model is {MODEL_ITEM}",
         severity="note",
         file=place.label(listing),
-        help="pass its directory as CKPT to merge it by itself",
+        help="pass its directory as CKPT to merge it alone",
     )
 
 
@@ -374,7 +375,7 @@ def _refuse_other_steps(
                 file=str(listing.roots[root]),
                 expected=f"step {chosen[0].step}",
                 got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
-                help="pass the directories of one save only, or choose a step that all hold",
+                help="pass only the directories of one save, or choose a step that all of them hold",
                 run=["--step NAME"],
             )
 

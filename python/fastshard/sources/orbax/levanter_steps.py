@@ -112,11 +112,11 @@ def refuse_part(listing: Listing) -> None:
             if part != _MODEL and read_metadata(above / METADATA) is not None:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    f"{part} is a part of a step of Levanter, and not its model",
+                    f"{part} is a part of a Levanter step, but not its model",
                     file=str(root),
-                    expected="the folder of the step",
+                    expected="the directory of the step",
                     got=part,
-                    help=f"pass the step's folder as CKPT: {above}",
+                    help=f"pass the step's directory as CKPT: {above}",
                 )
 
 
@@ -128,7 +128,7 @@ def refuse_without_manifest(listing: Listing) -> None:
         if read_metadata(path / METADATA) is not None and not (path / _MANIFEST).exists():
             raise FastshardError.of(
                 codes.MISSING_FILE,
-                f"{_MANIFEST} is missing: without it nothing leads to the data of this step of Levanter",
+                f"{_MANIFEST} is missing: without it, the data of this Levanter step cannot be found",
                 file=f"{folder}/{_MANIFEST}".lstrip("/"),
                 help="copy the file from the node that saved the step, or choose another step with --step",
             )
@@ -145,23 +145,23 @@ def find_in_metadata(path: Path, where: str) -> list[Finding]:
     if about.get("is_temporary"):
         finding = Finding.of(
             codes.NOT_PROVABLE,
-            "is_temporary: the run deletes this step once it has saved another one",
+            "is_temporary is set: the run deletes this step after it has saved another one",
             severity="note",
             file=where,
-            help="copy it first if the run goes on",
+            help="copy the step first if the run continues",
         )
         findings.append(finding)
     named = _STEP.match(path.name)
     if about and named and about["step"] != int(named[1]):
         finding = Finding.of(
             codes.MIXED_STEPS,
-            f"{METADATA} and the folder's name are of different steps: the folder was renamed, or the file "
-            "is that of another save and this one may not have ended",
+            f"{METADATA} and the directory's name state different steps: the directory was renamed, or the "
+            "file is from another save and this one may be unfinished",
             severity="warning",
             file=where,
             expected=f"step {int(named[1])}",
             got=shown(about["step"]),
-            help="compare with the step on the node that saved it",
+            help="compare it with the step on the node that saved it",
         )
         findings.append(finding)
     return findings
@@ -177,9 +177,9 @@ def find_folders_beside_store(arrays: Sequence[File], where: str) -> list[Findin
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
-            "folders of arrays lie beside the store; the store is read, as Levanter does",
+            "directories of arrays are next to the store; fastshard reads the store, as Levanter does",
             file=where,
-            got=f"{len(arrays)} arrays, {arrays[0].folder} among them",
-            help="move them away: they are of another save",
+            got=f"{len(arrays)} arrays, including {arrays[0].folder}",
+            help="move them away: they are from another save",
         )
     ]

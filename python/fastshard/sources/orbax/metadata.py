@@ -139,14 +139,14 @@ def _sharding(value: Any) -> Sharding | None:
         elif isinstance(part, list):
             pending.extend(reversed(part))
         else:
-            raise ValueError("a mesh of something else than devices")
+            raise ValueError("a mesh of objects other than devices")
     axes = tuple(str(a) for a in value["axis_names"])
     spec = tuple(
         () if s is None else (s,) if isinstance(s, str) else tuple(map(str, s))
         for s in value["partition_spec"]
     )
     if len(axes) != len(mesh) or math.prod(mesh) != len(ids):
-        raise ValueError("axes, shape and devices of a mesh that do not fit")
+        raise ValueError("axes, shape and devices of a mesh that do not match")
     return Sharding(mesh, axes, tuple(ids), spec)
 
 

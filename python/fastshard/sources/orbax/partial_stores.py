@@ -16,8 +16,8 @@ def refuse_parts(listing: Listing) -> None:
     if hit:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "a part of a checkpoint of Orbax, MaxText or Paxml (zarr)",
+            "this is only a part of a checkpoint of Orbax, MaxText or Paxml (zarr)",
             file=hit.path,
             expected="the directory that holds all of its arrays",
-            help="pass the item's directory (items, state), the step's or the run's as CKPT",
+            help="pass the directory of the item (items, state), the step or the run as CKPT",
         )

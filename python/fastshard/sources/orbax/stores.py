@@ -98,7 +98,7 @@ class Union:
                 file=label,
                 rank=f"process {second}",
                 expected=f"another manifest than that of {other}",
-                got="the same bytes",
+                got="the same manifest",
                 help="copy both again from the hosts that ran these processes",
             )
             for (first, other, one), (second, label, two) in itertools.combinations(self.manifests, 2)
@@ -209,7 +209,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
                 file=holders[0].label,
                 tensor=name,
                 expected=".zarray or zarr.json",
-                help="move away the one that is left from another save",
+                help="move the leftover of the other save away",
             )
         for other in holders[1:]:
             again = other.store.read(key, MAX_METADATA)
@@ -219,19 +219,19 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
             if described is None or described.metadata != array.metadata:
                 raise FastshardError.of(
                     codes.MIXED_STEPS,
-                    "two hosts describe this array differently: they are of different saves",
+                    "two hosts describe this array differently: they are from different saves",
                     file=other.label,
                     tensor=name,
                     expected=f"{array.dtype} {list(array.shape)}, chunks {list(array.chunk)}, as in "
                     f"{holders[0].label}",
-                    help="pass the directories of one save only",
+                    help="pass only the directories of one save",
                 )
         union.arrays[name] = array
         chunks += math.prod(array.grid)
         if chunks > MAX_CHUNKS:
             raise FastshardError.of(
                 codes.UNSAFE_HEADER,
-                f"more than {MAX_CHUNKS} chunks in all",
+                f"more than {MAX_CHUNKS} chunks in total",
                 file=where,
                 tensor=name,
                 help="copy the metadata of the array again from the host that wrote it: it is damaged",
@@ -250,12 +250,12 @@ def _foreign(union: Union) -> None:
             if not array.has(last):
                 raise FastshardError.of(
                     codes.MIXED_STEPS,
-                    f"chunk {last} lies outside the array: it is of another save",
+                    f"chunk {last} is outside the array: it is from another save",
                     file=part.label,
                     tensor=name,
                     expected=f"chunks {list(array.chunk)} of {list(array.shape)}, keys as "
                     f"{array.key((0,) * len(array.shape))}",
-                    help="pass the directories of one save only",
+                    help="pass only the directories of one save",
                 )
 
 
@@ -307,10 +307,10 @@ class Reader:
         if array.partial and not holders[0].store.has(key):
             raise FastshardError.of(
                 codes.SOURCE_CHANGED,
-                f"chunk {chunk} is gone",
+                f"chunk {chunk} disappeared",
                 file=holders[0].label,
                 tensor=array.name,
-                help="wait until nothing changes the checkpoint, then run again",
+                help="wait until nothing changes the checkpoint, then run the command again",
             )
 
     def _box(self, array: Array, key: str, lo: list[int], extent: list[int]) -> array_reader.Box:
@@ -342,8 +342,8 @@ class Reader:
                     file=other.label,
                     tensor=box.name,
                     expected=f"the same as in {first.label}",
-                    help="pass the directories of one save only; if the run let replicas drift, leave one "
-                    "host's directory out",
+                    help="pass only the directories of one save; if the run let replicas drift, leave out "
+                    "one host's directory",
                 )
         if alike:
             with self._lock:

@@ -205,7 +205,7 @@ def fill_bytes(array: Array) -> bytes:
         with np.errstate(all="ignore"):
             element = np.array(0 if value is None else value, _stored(array))
         if element.shape:
-            raise ValueError(f"{value!r:.80} is no number")
+            raise ValueError(f"{value!r:.80} is not a number")
         return element.astype(numpy_dtype(array.dtype)).tobytes()
     except (TypeError, ValueError, OverflowError) as error:
         raise FastshardError.of(codes.UNSAFE_HEADER, f"fill value: {error}", tensor=array.name) from None
@@ -223,12 +223,12 @@ def _stored(array: Array) -> Any:
 def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
     return FastshardError.of(
         codes.UNSUPPORTED,
-        f"{what} of an array: not read",
+        f"{what} of an array is not supported",
         file=where,
         tensor=name,
         expected=", ".join(sorted(ARRAY_DTYPES)) if what == "dtype" else None,
         got=json.dumps(got)[:80],
-        help=f"leave it out (--exclude '{name}'), or save it again without that",
+        help=f"leave out the array (--exclude '{name}'), or save it again without this",
     )
 
 

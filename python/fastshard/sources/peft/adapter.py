@@ -69,7 +69,7 @@ class PeftAdapter:
             binding=Binding(pass_unknown=True),
         )
         source.model = Description(
-            no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` "
+            no_table="a PEFT adapter is not a model by itself: `fastshard merge BASE OUT --adapter DIR` "
             "merges it into its base"
         )
         source.files.values = {

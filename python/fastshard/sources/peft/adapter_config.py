@@ -138,14 +138,14 @@ def read(path: Path, label: str) -> Config:
     if isinstance(stored, dict) and "peft_type" not in stored and _MLX & stored.keys():
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "an adapter of mlx-lm, which is not read",
+            "adapters of mlx-lm are not supported",
             file=label,
-            expected="an adapter of PEFT",
+            expected="a PEFT adapter",
             help="merge it into its base with mlx_lm.fuse, and convert the result",
         )
     if not isinstance(stored, dict) or "peft_type" not in stored:
         raise FastshardError.of(
-            codes.BAD_VALUE, "no config of an adapter: it has no peft_type", file=label, help=help
+            codes.BAD_VALUE, "the file is not an adapter config: it has no peft_type", file=label, help=help
         )
     _refuse(stored, label)
     _check_types(stored, label)
@@ -208,7 +208,7 @@ def _refuse(stored: dict[str, Any], label: str) -> None:
     if kind != "LORA":
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "an adapter of another kind",
+            "this kind of adapter is not supported",
             file=label,
             expected="peft_type LORA",
             got=shown(kind),
@@ -218,7 +218,7 @@ def _refuse(stored: dict[str, Any], label: str) -> None:
         if key in stored and stored[key] not in harmless:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                f"{key}: a variant of LoRA that is computed in another way",
+                f"{key}: this variant of LoRA computes its update differently",
                 file=label,
                 got=shown(stored[key]),
                 help="merge it with peft's merge_and_unload",
@@ -227,7 +227,8 @@ def _refuse(stored: dict[str, Any], label: str) -> None:
     if how.startswith(_CHANGES_BASE):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
+            f"init_lora_weights {how}: creating the adapter changed the base, and no file holds the changed "
+            "base",
             file=label,
             help="convert it to a plain adapter: "
             "save_pretrained(path_initial_model_for_weight_conversion=...)",
@@ -242,7 +243,7 @@ def _are_rows(indices: Any, label: str) -> bool:
         if not isinstance(one, list) or not all(type(n) is int and 0 <= n < 1 << 40 for n in one):
             raise _bad("trainable_token_indices", "lists of rows", indices, label)
         if len(set(one)) < len(one):
-            raise _bad("trainable_token_indices", "each row once", indices, label)
+            raise _bad("trainable_token_indices", "each row only once", indices, label)
     return True
 
 
@@ -259,7 +260,7 @@ def _numbers_by_pattern(
 def _rank(stored: dict[str, Any], key: str, label: str) -> int:
     value = _number(stored, key, label)
     if not 1 <= value < 1 << 31 or value != int(value):
-        raise _bad(key, "an integer from 1, of 31 bits at most", value, label)
+        raise _bad(key, "an integer from 1, with at most 31 bits", value, label)
     return int(value)
 
 

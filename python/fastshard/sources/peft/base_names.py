@@ -47,10 +47,10 @@ def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, 
     if way.uncertain:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "the adapter's names can be read in several ways to fit the base",
+            "the adapter's names match the base in several ways",
             file=config.path,
             got=way.readings,
-            help="pass a base with the names that the adapter has: one that was saved from the same class",
+            help="pass a base with the adapter's names: one that was saved from the same class",
         )
     called |= way.names
     for name, module in modules.items():

@@ -59,13 +59,15 @@ def find(path: StrPath) -> Files:
     config_file = at if is_config and safe_files.is_file(at) else inside.file(adapter_config.FILE)
     if config_file is None:
         what = (
-            "an adapter without its config, which says how it is scaled" if weights else "no adapter of PEFT"
+            "an adapter without its config, which states its scale"
+            if weights
+            else "this is not a PEFT adapter"
         )
         raise FastshardError.of(
             codes.MISSING_FILE if weights else codes.NOT_A_CHECKPOINT,
             what,
             file=os.fspath(folder / adapter_config.FILE),
-            expected=f"{adapter_config.FILE} beside its tensors",
+            expected=f"{adapter_config.FILE} next to its tensors",
             got="no such file",
             help="copy it from the original adapter",
         )

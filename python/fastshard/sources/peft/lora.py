@@ -40,15 +40,15 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     if own and files.weights is not None:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "the checkpoint holds an adapter's tensors, and the adapter given has some too",
+            "both the checkpoint and the adapter directory hold adapter tensors",
             got=f"{found.files[0].path}, {files.weights}",
-            help="pass the config alone for the checkpoint's own",
+            help="pass only the config, to use the checkpoint's own tensors",
             run=[f"--adapter {shlex.quote(str(files.config))}"],
         )
     if not own and files.weights is None:
         raise FastshardError.of(
             codes.MISSING_FILE,
-            "neither the checkpoint nor the adapter's folder has the adapter's tensors",
+            "neither the checkpoint nor the adapter's directory has the adapter's tensors",
             file=str(files.folder),
             expected="adapter_model.safetensors",
             got="none",
@@ -95,10 +95,10 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     if not (source.model.hf_names or own) or source.names.prefix or source.binding.degrees.get("tp", 1) > 1:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "an adapter is merged into full tensors under Hugging Face's own names",
+            "an adapter can only be merged into full tensors under Hugging Face's own names",
             file=found.files[0].path,
             got=f"a checkpoint of {source.framework}",
-            help="convert the base first, and merge the adapter into that",
+            help="convert the base first, and merge the adapter into the result",
             run=["fastshard convert BASE OUT --to hf"],
         )
     raise_errors(find_missing_modules(adapter, config, file, in_base))

@@ -41,9 +41,9 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
     if len(adapter.adapters) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "several adapters are here",
+            "the checkpoint holds several adapters",
             got=", ".join(sorted(adapter.adapters)),
-            help="save one of them by itself",
+            help="save one of them separately",
         )
     changes: dict[str, list[Change]] = {}
     hidden = set(adapter.unused)
@@ -71,8 +71,8 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
     source.findings.append(
         Finding.of(
             codes.IGNORED,
-            f"the adapter changes {len(changes)} tensors and replaces {len(adapter.whole)}; it is in the "
-            "result, not beside it",
+            f"the adapter changes {len(changes)} tensors and replaces {len(adapter.whole)}; it is merged "
+            "into the result, not stored next to it",
             severity="note",
             file=config.path,
         )
@@ -84,13 +84,13 @@ def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
     classes = (source.model.config or {}).get("architectures")
     return Finding.of(
         codes.NOT_LOADED,
-        "the base has no such tensor: the adapter adds it",
+        "the base lacks this tensor, which the adapter adds",
         severity="warning",
         file=config.path,
         tensor=name,
         expected=f"a base of the class that was trained ({config.stored.get('task_type')})",
         got=f"a base of {', '.join(classes)}" if isinstance(classes, list) and classes else "another base",
-        help="load the base as the class that was trained, save it, and merge the adapter into that",
+        help="load the base as the class that was trained, save it, and merge the adapter into the result",
     )
 
 
@@ -110,7 +110,7 @@ def _changes(
         if rows is None:
             raise FastshardError.of(
                 codes.FACT_UNKNOWN,
-                "which rows the adapter has trained",
+                "it is unclear which rows the adapter has trained",
                 tensor=factors["tokens"],
                 file=config.path,
                 expected="trainable_token_indices",
@@ -202,12 +202,12 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
         return weight
     raise FastshardError.of(
         codes.FACT_UNKNOWN,
-        "which of a module's parameters the adapter is for",
+        "it is unclear to which of the module's parameters the adapter belongs",
         tensor=a,
         file=config.path,
         expected=f"one of {', '.join(own)}",
         got="factors that fit " + (", ".join(fitting) or "none"),
-        help="pass the base that it was trained on; else merge it with peft's merge_and_unload",
+        help="pass the base that it was trained on, or merge it with peft's merge_and_unload",
     )
 
 
@@ -256,10 +256,10 @@ def _product(
     if ways and rank != config.rank(module.name):
         raise FastshardError.of(
             codes.CONFIG_DISAGREES,
-            "the rank of an adapter, by which it is scaled",
+            "the rank of an adapter, which sets its scale, differs from the config",
             tensor=a,
             file=config.path,
-            expected=f"{config.rank(module.name)} by {config.path}",
+            expected=f"{config.rank(module.name)}, by {config.path}",
             got=str(rank),
             help="pass the adapter_config.json that was saved with it",
         )
@@ -312,8 +312,8 @@ def _find_untied_head(
     if (head := _HEADS.get(saved[0])) is None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the adapter replaces the embedding of a model that ties its head to it, and the head's own name "
-            "is not known",
+            "the adapter replaces the embedding of a model that ties its head to it, and the head's own "
+            "name is unknown",
             tensor=saved[0],
             expected=f"one of {', '.join(_HEADS)}",
             got=saved[0],
@@ -357,10 +357,10 @@ def _untie(
     if changed and not any("tokens" in module.factors for module in adapter.modules.values()):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the adapter changes one of two tensors that the model ties, which the other is not",
+            "the adapter changes only one of two tied tensors",
             tensor=changed[0],
             file=source.model.config_file.name if source.model.config_file else None,
-            expected="tie_word_embeddings false, or an adapter of neither",
+            expected="tie_word_embeddings false, or an adapter that changes neither",
             got="tie_word_embeddings true",
-            help="untie the base first (save its head by itself, with tie_word_embeddings false)",
+            help="untie the base first (save its head separately, with tie_word_embeddings false)",
         )

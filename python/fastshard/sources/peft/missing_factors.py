@@ -54,13 +54,13 @@ def find_missing_halves(
         return [
             Finding.of(
                 codes.MISSING_TENSOR,
-                "the file of an adapter holds none of its factors",
+                "the file of the adapter holds none of its factors",
                 file=file,
                 expected="tensors named lora_A and lora_B",
                 got=some(sorted(adapter.whole.values()), _MOST) if adapter.whole else "no tensors",
                 help="save the adapter again, gathered from all ranks"
                 if run is None
-                else "merge the factors that the DeepSpeed checkpoint beside it holds",
+                else "merge the factors in the DeepSpeed checkpoint next to it",
                 run=[] if run is None else [run],
             )
         ]
@@ -135,7 +135,7 @@ def _find_without_counterpart(adapter: AdapterNames, config: Config, file: str) 
                     lacking.setdefault("lora_magnitude_vector", []).append(name)
     for names in lacking.values():
         names = sorted(set(names))
-        yield _missing("an adapter's tensor lacks its counterpart", names, file)
+        yield _missing("one of the adapter's two factors is missing", names, file)
 
 
 def _missing(message: str, names: list[str], file: str, expected: str | None = None) -> Finding:
@@ -176,7 +176,7 @@ def _find_unsaved_modules(
         elif not any(f".{word}." in f".{name}" for name in base):
             continue
         yield _missing(
-            "the adapter lacks a module that it was to save",
+            "the adapter lacks a module that its config saves",
             [f"{word}.weight"],
             file,
             f"a module {word} (modules_to_save of {config.path})",

@@ -197,7 +197,7 @@ def _choose_item(metadata: Metadata, options: Options) -> str:
     if models:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "several items may be the model",
+            "several items could be the model",
             file=metadata.path,
             got=some(models, _MOST_NAMED),
             help="choose one of them",
@@ -229,7 +229,7 @@ def _refuse_undescribed_model(metadata: Metadata, item: Item, names: Iterable[st
         return
     raise FastshardError.of(
         codes.UNSUPPORTED,
-        f"{METADATA} does not describe item {_MODEL!r}, whose files are there",
+        f"{METADATA} does not describe item {_MODEL!r}, whose files exist",
         file=metadata.path,
         expected=f"an item {_MODEL!r}, for {lone}",
         got=some(sorted(metadata.items), _MOST_NAMED),
@@ -274,7 +274,7 @@ def _look_into(declaring: _Declaring, rank: int) -> None:
         declaring.report(
             Finding.of(
                 codes.RENAMED,
-                "the file was saved by another rank, as its tensors say",
+                "according to its tensors, the file was saved by another rank",
                 file=declaring.path(rank),
                 rank=f"rank {rank}",
                 expected=f"rank {rank}",
@@ -317,7 +317,7 @@ def _agrees(declaring: _Declaring, rank: int, entry: Entry, bounds: Bounds, tens
     lo, size = bounds
     own = declaring.own_boxes[rank].get(entry.name, bounds)
     where = {"file": declaring.path(rank), "rank": f"rank {rank}", "tensor": entry.name}
-    help = f"copy {METADATA} and the files of all ranks from one save; these are of different saves"
+    help = f"copy {METADATA} and the files of all ranks from one save; these are from different saves"
     if stored["shape"] != size:
         declaring.report(
             Finding.of(
@@ -375,13 +375,13 @@ def _place_unlisted(declaring: _Declaring) -> None:
                 declaring.report(
                     Finding.of(
                         codes.UNKNOWN_TENSOR,
-                        f"{METADATA} does not say which part of a tensor this is",
+                        f"{METADATA} does not state which part of a tensor this is",
                         severity="error",
                         file=declaring.path(rank),
                         rank=f"rank {rank}",
                         tensor=name,
                         got=str(shape),
-                        help=f"copy {METADATA} again from the node that ran rank 0: it is of another save",
+                        help=f"copy {METADATA} again from the node that ran rank 0: it is from another save",
                     )
                 )
                 continue
@@ -393,9 +393,9 @@ def _place_unlisted(declaring: _Declaring) -> None:
                         file=declaring.path(rank),
                         rank=f"rank {rank}",
                         tensor=name,
-                        expected=f"{before} as on other ranks",
+                        expected=f"{before}, as on other ranks",
                         got=str(shape),
-                        help="copy the files of all ranks from one save; these are of different saves",
+                        help="copy the files of all ranks from one save; these are from different saves",
                     )
                 )
                 continue
@@ -416,9 +416,9 @@ def _assemble(declaring: _Declaring) -> list[Assembled]:
                     "two ranks hold overlapping parts of the tensor",
                     file=declaring.found.files[file].path,
                     tensor=name,
-                    expected="parts that are alike or apart",
-                    got=f"{size} from {lo}, of which others hold elements too",
-                    help=f"copy {METADATA} and all files from one save; these are of different saves",
+                    expected="parts that are equal or do not overlap",
+                    got=f"{size} from {lo}, which overlaps other ranks",
+                    help=f"copy {METADATA} and all files from one save; these are from different saves",
                 )
             )
         if not overlaps:
@@ -450,8 +450,7 @@ def _absent(declaring: _Declaring, rank: int, entry: Entry, bounds: Bounds) -> F
 def _not_read(found: Found[ItemFiles], others: Sequence[str]) -> Finding:
     return Finding.of(
         codes.IGNORED,
-        f"item {found.seen.item.name!r} is read; of the others ({some(others, _MOST_NAMED)}) nothing is "
-        "carried",
+        f"item {found.seen.item.name!r} is read; the other items ({some(others, _MOST_NAMED)}) are left out",
         severity="note",
         file=f"{found.folder}/{METADATA}" if found.folder else METADATA,
         count=len(others),

@@ -94,7 +94,7 @@ class Metadata:
             if by_name.setdefault(tensor, key) != key:
                 raise FastshardError.of(
                     codes.AMBIGUOUS,
-                    f"two tensors of {METADATA} have one name",
+                    f"two tensors of {METADATA} have the same name",
                     file=self.path,
                     tensor=tensor,
                     got=f"{by_name[tensor]}, {key}",
@@ -130,11 +130,11 @@ def read(listing: Listing, file: File, *, among_rank_files: bool) -> Metadata | 
     metadata = Metadata({}, 0, str(version), file.path)
     ranks = content["world_size"]
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 0 < ranks <= MAX_DEGREE:
-        raise metadata.refuse("the number of ranks is none", got=str(ranks)[:40])
+        raise metadata.refuse("the number of ranks is not a number", got=str(ranks)[:40])
     if version not in ("1.0", "2.0"):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"a version of {METADATA} that is not known",
+            f"unknown version of {METADATA}",
             file=file.path,
             expected="1.0 or 2.0",
             got=str(version)[:40],
@@ -243,12 +243,12 @@ def _entry(metadata: Metadata, name: str, groups: Any) -> Entry:
         else:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "a tensor is divided by a rule of a class that is not torch_checkpointing's own",
+                "a tensor is divided by a class that is not part of torch_checkpointing",
                 file=metadata.path,
                 tensor=name,
                 expected="DTensorShardingMetadata or default_tensor_v1",
                 got=str(packed.get("type"))[:80],
-                help="load it where the class is known, and save DTensors",
+                help="load it where the class is available, and save DTensors",
             )
     if boxes:
         divisions.append(Division(boxes, is_plain=False))
@@ -271,7 +271,7 @@ def _by_mesh(
         or len(placements) != len(sizes)
     ):
         raise metadata.refuse(
-            "mesh, ranks and placements of a tensor do not fit each other",
+            "mesh, ranks and placements of a tensor do not match each other",
             name,
             got=f"mesh {sizes}, {len(ranks)} ranks, placements {str(placements)[:60]}",
         )
@@ -329,18 +329,18 @@ def _parse_shard(metadata: Metadata, name: str, shape: list[int], data: dict[str
     if len(begins) > 1 or any(at):
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "a rank stores several shards of a tensor in one, or one among other values",
+            "a rank stores several shards of a tensor together, or a shard among other values",
             file=metadata.path,
             tensor=name,
-            expected="one shard, which begins where the stored tensor does",
+            expected="one shard, which begins where the stored tensor begins",
             got=f"{len(begins)} shards, the first at {at}",
-            help="save DTensors, or one tensor of each shard",
+            help="save DTensors, or a separate tensor for each shard",
         )
     if len({len(lo), len(size), len(shape)}) != 1 or any(
         a + n > of for a, n, of in zip(lo, size, shape, strict=True)
     ):
         raise metadata.refuse(
-            "a shard reaches beyond the tensor", name, expected=f"within {shape}", got=f"{size} from {lo}"
+            "a shard extends beyond the tensor", name, expected=f"within {shape}", got=f"{size} from {lo}"
         )
     return lo, size
 
@@ -350,7 +350,7 @@ def _files(metadata: Metadata, item: str, layouts: Any, holders: set[int]) -> di
     content = _as_dict(metadata, layouts, f"the files of item {item!r}")
     if content.keys() != set(range(metadata.ranks)):
         raise metadata.refuse(
-            f"the files of item {item!r} are not those of all ranks",
+            f"item {item!r} does not have a file for each rank",
             expected=f"ranks 0 to {metadata.ranks - 1}",
             got=f"{len(content)} ranks",
         )
@@ -371,7 +371,7 @@ def _files(metadata: Metadata, item: str, layouts: Any, holders: set[int]) -> di
             if form not in _TENSOR_FORMATS:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
-                    f"item {item!r} is saved in a form that holds no tensors, or one that is not known",
+                    f"item {item!r} is saved in a form that holds no tensors, or in an unknown form",
                     file=metadata.path,
                     expected=" or ".join(_TENSOR_FORMATS),
                     got=str(form)[:80],
@@ -379,10 +379,10 @@ def _files(metadata: Metadata, item: str, layouts: Any, holders: set[int]) -> di
         if not safe_relative(path):
             raise FastshardError.of(
                 codes.UNSAFE_PATH,
-                f"a file name in {METADATA} leaves the directory",
+                f"a file name in {METADATA} points outside the directory",
                 file=metadata.path,
                 got=repr(path)[:200],
-                help="do not use this checkpoint: such metadata is made to read other files",
+                help="do not use this checkpoint: the metadata may be an attempt to read other files",
             )
         path = "/".join(part for part in path.split("/") if part not in ("", "."))
         if by_path.setdefault(path, rank) != rank:

@@ -38,8 +38,8 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
             findings.append(
                 Finding.of(
                     codes.DUPLICATED_SHARD,
-                    f"the same master weights as dp {first[0]}, mp {first[1]} in "
-                    f"{found.files[first[2]].name}: one file was copied over the other",
+                    f"the same master weights as in {found.files[first[2]].name} (dp {first[0]}, mp "
+                    f"{first[1]}): one file was copied over the other",
                     file=found.files[file].path,
                     rank=f"dp {dp}, mp {mp}",
                     expected="another partition",
@@ -89,10 +89,10 @@ def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[
     return [
         Finding.of(
             codes.MIXED_STEPS,
-            "optimizer step differs between ranks",
+            "the optimizer step differs between ranks",
             file=found.files[file].path,
             rank=ranks.get(file),
-            expected=f"{_listed(usual)} as on the other ranks",
+            expected=f"{_listed(usual)}, as on the other ranks",
             got=_listed(each),
             help="copy all optimizer files from one step",
         )

@@ -39,7 +39,12 @@ class Partitions:
                 readable = False
                 if model.contents.readable(file):
                     self.problem(
-                        codes.PARTITION, "no optimizer state in it", path, dp, "optimizer_state_dict", "none"
+                        codes.PARTITION,
+                        "the file holds no optimizer state",
+                        path,
+                        dp,
+                        "optimizer_state_dict",
+                        "none",
                     )
             elif dp in self.ranks:
                 self._same_copy(self.ranks[dp], file, path)
@@ -155,7 +160,7 @@ class Partitions:
                     "partition_count",
                     rank.path,
                     rank.dp,
-                    f"{world} as the other files say",
+                    f"{world}, as the other files state",
                     str(value),
                 )
         return world
@@ -169,7 +174,7 @@ class Partitions:
         if sums(first.file) != sums(file):
             self.problem(
                 codes.REPLICAS_DIFFER,
-                "two files of one rank that are not copies",
+                "two different files of one rank",
                 path,
                 first.dp,
                 f"the checksums of {first.path}",
@@ -187,12 +192,12 @@ class Partitions:
             what = "ZeRO-3" if self.stage3 else "ZeRO-1, ZeRO-2 or BF16_Optimizer"
             self.problem(
                 codes.MASTERS_NOT_CHECKABLE,
-                f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it",
+                f"the file is not an optimizer state of {what} as DeepSpeed writes it since 0.4",
                 rank.path,
                 rank.dp,
                 key,
                 ", ".join(sorted(map(str, rank.state))[:8]),
-                "pass --weights params, which takes the parameters; the master weights are not read",
+                "pass --weights params, which uses the parameters and does not read the master weights",
             )
             return False
         rank.masters = [f for f in flat if f is not None]

@@ -84,7 +84,7 @@ class StoredOptimizer:
 
     def unnamed(self) -> Finding:
         """Report that the names of the parameters are unknown."""
-        help = "pass --weights params, which takes the parameters and ignores the master weights"
+        help = "pass --weights params, which uses the parameters and ignores the master weights"
         return self._finding(
             f"the {'masters' if self.key else 'moments'} of ZeRO stage 0 carry no names, and their shapes "
             "fit the parameters in more than one way or in none",
@@ -102,8 +102,8 @@ class StoredOptimizer:
                 shape = tensors[index]["shape"]
                 if shape and shape != vector.whole:
                     message = (
-                        f"the optimizer's {slot} is not laid out as its parameter is (factored or "
-                        "quantised): not read"
+                        f"the optimizer's {slot} does not have its parameter's layout (factored or "
+                        "quantised), which is not supported"
                     )
                     name = vector.members[0][0] if vector.members else None
                     return [

@@ -25,7 +25,7 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
                 "number of parameter groups",
                 rank.path,
                 rank.dp,
-                f"{len(shapes)} as {partitions.model.path} says",
+                f"{len(shapes)}, as {partitions.model.path} says",
                 str(len(rank.masters)),
             )
             return None
@@ -73,7 +73,7 @@ def _vectors(
     if divided is None:
         partitions.problem(
             codes.PARTITION,
-            f"partition_count of group {g}, which is of experts",
+            f"partition_count of group {g}, which holds experts",
             order[0].path,
             None,
             f"one divisor of {len(order)}, the data-parallel ranks",
@@ -120,7 +120,7 @@ def _offsets(
             "param_alignment_paddings",
             first.path,
             first.dp,
-            f"{len(group)} as the group has parameters",
+            f"{len(group)}, the group's number of parameters",
             str(len(pads)),
         )
     offsets, at, end = {}, 0, 0
@@ -160,7 +160,7 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
             None,
             f"{needed} to {most}, the parameters of {partitions.model.path} and padding",
             str(total),
-            "copy the optimizer files of all ranks again; they belong to another model or step, or one is a "
+            "copy the optimizer files of all ranks again; they are from another model or step, or one is a "
             "copy of another",
         )
     return needed <= total <= most
@@ -203,7 +203,8 @@ def _mappings(
         if twin is not None:
             partitions.problem(
                 codes.DUPLICATED_SHARD,
-                f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
+                f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's "
+                "partition",
                 rank.path,
                 rank.dp,
                 f"param_slice_mappings of rank {rank.dp}",

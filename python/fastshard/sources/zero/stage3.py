@@ -87,7 +87,7 @@ def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any])
     return [
         Finding.of(
             codes.MISSING_TENSOR,
-            "missing buffer: the model file lists it and does not hold it",
+            "the buffer is missing: the model file lists it but does not hold it",
             file=found.files[unit.file].path,
             rank=unit.rank,
             tensor=name,
@@ -161,7 +161,7 @@ def left_out(model: Model, stored: set[str]) -> list[Finding]:
     return [
         Finding.of(
             codes.MISSING_TENSOR,
-            "missing parameter: the model file lists it, and no partition holds it",
+            "the parameter is missing: the model file lists it, but no partition holds it",
             severity="error" if has_ties else "warning",
             file=model.path,
             rank=model.label,
@@ -206,7 +206,7 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
                         f"{key} differs between ranks",
                         file=model.found.files[file].path,
                         rank=f"dp {dp}, {model.label}",
-                        expected=f"that of {model.path}"
+                        expected=f"the value in {model.path}"
                         if key == "param_shapes"
                         else str(model.state.get(key)),
                         got="others" if key == "param_shapes" else str(content.get(key)),
