@@ -264,8 +264,8 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
         (
             ("clean", "out", "--memory", "1GiB"),
             "it is an option of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, "
-            "consolidate, master-weights, verify, find, steps, diff, layers, loss, manifest, attest, split, make-part, "
-            "commit, copy-local",
+            "consolidate, master-weights, verify, find, steps, diff, layers, loss, manifest, attest, split, "
+            "make-part, commit, copy-local",
         ),
         (("master-weights", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),

@@ -265,7 +265,8 @@ def test_the_last_rank_shards_missing_show_in_the_shared_axes(left: int, ranks: 
     )
     # Nothing else is wrong: tensors that are too short follow from it.
     (told,) = ran.errors
-    assert told["effect"]["count"] >= 5 and f"only the files of {left} of 4 ranks are present" in told["evidence"]
+    assert told["effect"]["count"] >= 5
+    assert f"only the files of {left} of 4 ranks are present" in told["evidence"]
 
 
 @pytest.mark.parametrize("rows", [201, 240, 400])

@@ -164,7 +164,7 @@ def _not_of_one(
                 "no file states which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
                 got=f"{source.names.prefix}*, next to "
-                f"{', '.join((f'{prefix}*' for prefix in copies if prefix != source.names.prefix))}",
+                f"{', '.join(f'{prefix}*' for prefix in copies if prefix != source.names.prefix)}",
                 help="leave out --optimizer; averaged weights have no moments",
             )
         ]

@@ -176,7 +176,7 @@ def _filled(
     if buckets is None:
         raise UnknownPlaces(
             f"the buckets do not fit the model: {next(iter(ordered[0].values()))[0]}",
-            f"{sum((p.numel for p in parts))} elements of {len(parts)} parameters, and alignment padding",
+            f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and alignment padding",
             f"{sum(next(iter(slots.values()))[1][0] for slots in ordered)} elements "
             f"in {len(ordered)} buckets",
         )

@@ -359,7 +359,7 @@ def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], lengt
             return places
     raise UnknownPlaces(
         "the vector does not fit the model",
-        f"{sum((p.numel for p in parts))} elements of {len(parts)} parameters, and alignment padding",
+        f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and alignment padding",
         f"{length} elements",
     )
 

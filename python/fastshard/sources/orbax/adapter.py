@@ -272,7 +272,7 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
         Finding.of(
             codes.LOOKALIKES,
             f"whether the chunks of {len(places)} directories "
-            f"({', '.join((p.label(listing) for p in places[:4]))}) are from one run: chunks do not name "
+            f"({', '.join(p.label(listing) for p in places[:4])}) are from one run: chunks do not name "
             "their run",
             help="pass a manifest that was made where they were written",
             run=["--expect FILE"],
