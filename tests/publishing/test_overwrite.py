@@ -150,7 +150,7 @@ def killed_at(place: str, out: Path, *options: str) -> None:
     ("place", "version", "words"),
     [
         ("sealed", "newer", "it holds the newer result; {out} is not replaced yet"),
-        ("published", "older", "it holds the older result; {out} is the newer one"),
+        ("published", "older", "it holds the older result; {out} is the newer result"),
     ],
 )
 def test_clean_says_which_result_a_killed_run_left(

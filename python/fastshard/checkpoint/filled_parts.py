@@ -213,7 +213,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
             f"the tensor is taken from {filled.path}, but the rest of its part is from the checkpoint",
             severity="warning",
             tensor=name,
-            help="if training changed this tensor, restore the file that held it",
+            help="restore the file that held it, if training changed this tensor",
         )
         for name in filled.single
     ]
@@ -227,7 +227,7 @@ def _move(source: Source, moved: MovedPart, path: str) -> tuple[Source, Finding]
     note = Finding.of(
         codes.FILLED,
         f"the checkpoint is a part of {path}, trained alone: {counted(len(names), 'tensor')} replace "
-        f"tensors there, {places}",
+        f"tensors of it, {places}",
         severity="note",
         tensor=next(iter(names)),
     )

@@ -269,7 +269,7 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
     findings.extend(
         Finding.of(
             codes.NOT_PROVABLE,
-            "the file holds more data besides its tensors than fastshard reads; the rest was not read",
+            "the file holds more data apart from its tensors than fastshard reads; the rest was not read",
             severity="warning",
             file=found.files[file].path,
             help="pass the training config if a setting is missing",

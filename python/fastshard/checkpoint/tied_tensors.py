@@ -62,8 +62,8 @@ def find_differing_ties(
                     expected=f"the values of {stored[0]}, because tie_word_embeddings is "
                     f"{'true' if is_stated else 'true by default'}",
                     got="other values",
-                    help="if the model was trained with both, set tie_word_embeddings to false in "
-                    "config.json; else restore the file with the correct tensor",
+                    help="set tie_word_embeddings to false in config.json if the model was trained with "
+                    "both; else restore the file with the correct tensor",
                 )
             )
     return findings
@@ -116,7 +116,7 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
             if is_tied
             else "tie_word_embeddings in config.json",
             got="other values" if is_tied else "no such key",
-            help="if the model was trained with both, set tie_word_embeddings to false in config.json; else "
+            help="set tie_word_embeddings to false in config.json if the model was trained with both; else "
             "restore the file with the correct tensor",
         )
     ]

@@ -141,8 +141,8 @@ def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
     help = "download it again"
     if record.kept_in is not None:
         help = (
-            f"if the file was changed on purpose, move its record away ({record.kept_in}); else download "
-            "it again"
+            f"move its record away ({record.kept_in}) if the file was changed on purpose; else download it "
+            "again"
         )
     return Finding.of(
         codes.HASH,

@@ -110,7 +110,7 @@ class Source(TypedDict, total=False):
         str | None,
         Option(
             "word",
-            "use the model whose tensor names begin with NAME, where a trainer saved several (model, ema, "
+            "use the model whose tensor names begin with NAME, if a trainer saved several (model, ema, "
             "state_dict)",
             metavar="NAME",
         ),
@@ -131,8 +131,8 @@ class Source(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "a LoRA adapter of PEFT to merge into the weights: its directory, or its adapter_config.json "
-            "where CKPT holds it",
+            "a LoRA adapter of PEFT to merge into the weights: its directory, or its adapter_config.json if "
+            "CKPT holds the adapter",
             metavar="DIR",
         ),
     ]
@@ -150,7 +150,7 @@ class Source(TypedDict, total=False):
         Iterable[str],
         Option(
             "patterns",
-            "also take these tensors from --fill-from, where the checkpoint lacks them",
+            "also take these tensors from --fill-from if the checkpoint lacks them",
             (),
             metavar="GLOB",
         ),
@@ -160,11 +160,11 @@ class Source(TypedDict, total=False):
         Option(
             "words",
             "accept one kind of error: a save that was not committed; absent chunks (FS111) as zeros; an "
-            "older step where the newest cannot be used (FS104); files that were renamed on purpose "
-            "(FS113); NaN and infinite values (FS306); more than 1 GiB of holes in a file, in the place of "
-            "tensors (FS317); files, or those that copies=GLOB names, that were copied on purpose (FS303); "
-            "only one part of a checkpoint (FS118); a destination in a store that ignores conditional "
-            "writes (FS514). WHAT: " + ", ".join(ACCEPTABLE),
+            "older step if the newest cannot be used (FS104); files that were renamed on purpose (FS113); "
+            "NaN and infinite values (FS306); more than 1 GiB of holes in a file, in place of tensors "
+            "(FS317); files, or those that copies=GLOB names, that were copied on purpose (FS303); only one "
+            "part of a checkpoint (FS118); a destination in a store that ignores conditional writes "
+            "(FS514). WHAT: " + ", ".join(ACCEPTABLE),
             (),
             metavar="WHAT",
         ),
@@ -367,7 +367,7 @@ class ValueOptions(Choosing, total=False):
         Literal["params", "masters"] | None,
         Option(
             "choice",
-            "which copy of the weights to use if there are fp32 master weights too (default: params where "
+            "which copy of the weights to use if there are fp32 master weights too (default: params if "
             "stored; both must agree)",
             choices=("params", "masters"),
         ),
@@ -542,8 +542,8 @@ class Memory(TypedDict, total=False):
         str | int | None,
         Option(
             "any",
-            "RAM limit of the process: includes the baseline, excludes page cache (default: 256MiB, more if "
-            "the plan alone needs it; no limit for `loss`)",
+            "RAM limit of the process; it includes the baseline and excludes the page cache (default: "
+            "256MiB, more if the plan alone needs it; no limit for `loss`)",
             metavar="SIZE",
         ),
     ]
@@ -572,9 +572,9 @@ class Requested(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "leave holes in files in place of zeros",
+            "leave holes in files instead of zeros",
             False,
-            meaning="leave holes in the result's files in place of zeros, and reserve no space.",
+            meaning="leave holes in the result's files instead of zeros, and reserve no space.",
         ),
     ]
     io: Annotated[

@@ -445,7 +445,7 @@ def closed(folder: StrPath) -> Finding:
     """Make the finding for a directory that may not be listed or entered."""
     return Finding.of(
         codes.PERMISSION,
-        "this user may not read the directory",
+        "this user has no permission to read the directory",
         file=os.fspath(folder),
         expected="permission to list and enter it (r and x)",
         help="check the owner and mode of the directory and of its parents",

@@ -445,7 +445,7 @@ def compared(
     with carrying(plan.core):
         findings = expected.check(checkpoint, plan, part, bar.phase("verifying the source"))
         if (taken := checkpoint.opened.taken) is not None:
-            findings += compare_taken(taken, part, bar.phase("verifying what is taken"))
+            findings += compare_taken(taken, part, bar.phase("verifying the selected data"))
     findings += host_parts.compared(checkpoint, share, run, bar)
     return checkpoint.opened.gate.passed(findings)
 

@@ -195,7 +195,8 @@ def repair_master_weights(
     if not optimizer.params_stored:
         raise FastshardError.of(
             codes.MASTERS_NOT_CHECKABLE,
-            "there are no parameters to rebuild from: ZeRO stage 3 stores them only as fp32 master weights",
+            "ZeRO stage 3 stores the parameters only as fp32 master weights, so there is nothing to rebuild "
+            "from",
             severity="error",
         )
     if declared.framework.startswith("Megatron"):

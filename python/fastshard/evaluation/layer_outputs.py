@@ -240,7 +240,7 @@ def read_record(path: StrPath) -> LayerOutputs:
             codes.BAD_VALUE,
             f"the record of a trainer's layers cannot be read: {error}",
             file=str(path),
-            help="record the layers again with this version of fastshard",
+            help="make the record again with this version of fastshard",
         ) from None
     return LayerOutputs(
         tokens, tensors, str(path), str(document["class"]), str(document["dtype"]), is_record=True

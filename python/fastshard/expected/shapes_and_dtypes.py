@@ -185,7 +185,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
             tensor=stored,
             expected=expected,
             got=got,
-            help="pass a reference that is stored in the same way: only one of the two is quantised",
+            help="pass a reference with the same quantisation as the checkpoint",
         )
         for stored, got, expected in other[:MOST_LISTED]
     ]
@@ -260,7 +260,7 @@ def total_bytes(compared: Comparison) -> list[Finding]:
             f"{compared.path}",
             expected=f"{total} bytes, or a multiple or fraction of that if dtypes differ",
             got=f"{stored_bytes} bytes",
-            help="also pass the reference's files, so that their headers are compared; a tensor is "
-            "truncated or from another model",
+            help="pass the reference's files too, so that their headers are compared; a tensor is truncated "
+            "or from another model",
         )
     ]

@@ -130,7 +130,7 @@ PAGES = {
     ),
     codes.HOLE: Page(
         "A rank died while it saved, or its file comes from an earlier save.",
-        "The finding states where the present chunks begin. Look for the rank that wrote the others.",
+        "The finding states where the existing chunks begin. Look for the rank that wrote the other chunks.",
     ),
     codes.OVERLAP: Page(
         "Files of two saves are in one directory.",
@@ -158,7 +158,7 @@ PAGES = {
         "The finding gives the option, its value and the values that are allowed.",
     ),
     codes.IGNORED: Page(
-        "The target has no place for these tensors, or they are computed when the model is loaded.",
+        "The target cannot store these tensors, or they are computed when the model is loaded.",
         "`-v` lists the tensors.",
     ),
     codes.UNBOUND_AXIS: Page(
@@ -224,7 +224,7 @@ PAGES = {
         "The finding gives the largest difference between the ranks.",
     ),
     codes.TIED_DIFFER: Page(
-        "The head was trained separately, or one of the two tensors comes from another step.",
+        "The head was trained separately, or the head or the embedding comes from another step.",
         "`fastshard diff` with a good copy shows which of the two changed.",
     ),
     codes.TRUNCATED: Page(
@@ -247,13 +247,13 @@ PAGES = {
     ),
     codes.NOT_WEIGHTS: Page(
         "The repository was cloned without Git LFS, or a download saved an error page.",
-        "`head -c 200 FILE` shows text where a weight file has binary data.",
+        "`head -c 200 FILE` shows text, but a weight file has binary data.",
     ),
     codes.UNWRITTEN: Page(
         "A copy set the file's length but stopped before it wrote the data, or a node died before its "
         "writes reached the disk.",
         "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on "
-        "purpose where it holds zeros.",
+        "purpose, in place of zeros.",
     ),
     codes.UNTRAINED: Page(
         "Weights were not loaded before the save, heads were divided by another rule, or the model does not "

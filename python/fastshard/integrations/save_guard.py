@@ -127,9 +127,9 @@ class SaveGuard:
         except OSError as error:
             raise FastshardError.of(
                 codes.PERMISSION,
-                f"the folder of saves cannot be created: {error.strerror}",
+                f"the directory for saves cannot be created: {error.strerror}",
                 file=os.fspath(folder),
-                help="choose another folder, or give this user the right to write",
+                help="choose another directory, or give this user write permission",
             ) from None
         this = self._place()
         return check_storage(Path(folder) / _MEETING_NAME, rank=this.rank, world=this.world, timeout=timeout)

@@ -311,7 +311,7 @@ class GptNeoX:
                     f"{model.framework} to the mean square",
                     severity="note",
                     file=file,
-                    help="expect equal logits, except where activations are about as small as the square "
+                    help="expect equal logits, except where activations are not much larger than the square "
                     "root of epsilon",
                 )
             )

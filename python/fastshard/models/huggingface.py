@@ -332,7 +332,7 @@ class HuggingFace:
         rope, several = rope_of(settings)
         if rope.share != 1 and not of.having(*_SHARES):
             # transformers looks at it in the classes alone that have such a key.
-            several.append(Lack(_SHARES[0], "1: the class rotates whole heads", f"{rope.share:g}"))
+            several.append(Lack(_SHARES[0], "1: the class rotates the entire head", f"{rope.share:g}"))
             rope = replace(rope, share=1.0)
         activation = of.activation or str(settings.get("hidden_act", "silu"))
         eps = "layer_norm_eps" if of.having("layer_norm_eps") else "rms_norm_eps"

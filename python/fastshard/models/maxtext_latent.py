@@ -205,7 +205,7 @@ def write_yarn(model: Model) -> tuple[dict[str, Any], list[Lack]]:
         rotation = own if some and every else full
     if not math.isclose(rotation, 1) and not math.isclose(rotation, full):
         key = "attention_factor" if scaling.get("attention_factor") is not None else "mscale"
-        expected = "one by which rotations are scaled by 1 or by 0.1*ln(factor)+1"
+        expected = "a factor that scales rotations by 1 or by 0.1*ln(factor)+1"
         lacking.append(_lack(model, key, expected, scaling[key]))
     if is_latent and every and factor > 1 and positions <= original:
         word = model.word("max_positions", "max_position_embeddings")

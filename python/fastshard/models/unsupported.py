@@ -213,7 +213,7 @@ class Says:
                 experts.scale != 1,
                 self.scaled_experts,
                 "scale",
-                "weights of experts as they are",
+                "expert weights without scaling",
                 "scaled ones",
             ),
             (experts.shared, self.shared_experts, "shared", "no shared experts", "shared experts"),

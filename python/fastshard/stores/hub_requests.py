@@ -524,7 +524,7 @@ class HubRequests:
                 codes.PERMISSION,
                 "the repository is gated, and access to it was not granted to this user",
                 file=self._address.text,
-                help=f"request access at {page}, and log in",
+                help=f"ask for access at {page}, and log in",
                 run=[_LOG_IN],
             )
         if response.headers.get("x-error-message", "").startswith("Invalid credentials"):

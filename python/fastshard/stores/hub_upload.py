@@ -703,7 +703,7 @@ class HubUpload:
             return _Failure(self._make_error(codes.IO, what, help_), None)
         code, what, help_ = _ANSWERS.get(status, (codes.IO, "the hub answers", "run again later"))
         if reason == "GatedRepo":
-            what, help_ = "the repository is gated, and access was not granted", "request access on its page"
+            what, help_ = "the repository is gated, and access was not granted", "ask for access on its page"
         return _Failure(self._make_error(code, f"{what} (status {status})", help_), status)
 
     def _make_error(self, code: str, what: str, help_: str) -> FastshardError:

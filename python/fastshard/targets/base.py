@@ -50,7 +50,7 @@ class Drafted:
         """Return the offsets, one for each dimension, at which a rank's shard begins in the full tensor."""
         at = [0] * len(self.shape)
         for dim, by, parts in self.cuts or ():
-            assert len(parts) == 1, "several parts are no box"
+            assert len(parts) == 1, "several parts do not form a box"
             at[dim] = coords.get(by, 0) * self.shape[dim]
         return at
 

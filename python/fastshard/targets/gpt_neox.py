@@ -125,7 +125,7 @@ class NeoxTarget(TrainerTarget):
             raise FastshardError.of(
                 codes.FACT_UNKNOWN,
                 "the model depends on `gpt_j_residual`, which is not stated",
-                help="pass the training config, which must say gpt_j_residual: true or false",
+                help="pass the training config, which must state gpt_j_residual: true or false",
                 run=["--config FILE"],
             )
         if model is None:

@@ -85,4 +85,4 @@ def _base(config: Mapping[str, Any]) -> str | None:
     path = config.get("_name_or_path")
     if not isinstance(path, str) or not _REPOSITORY.fullmatch(path):
         return None
-    return f"`{path}`, as `_name_or_path` in config.json says"
+    return f"`{path}`, from `_name_or_path` in config.json"

@@ -169,8 +169,8 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                 "the files do not state whether weight decay is decoupled: fastshard assumes that it is, as "
                 "in AdamW",
                 severity="warning",
-                help="for Adam with L2 regularisation, set decoupled_weight_decay to False in the run that "
-                "continues",
+                help="set decoupled_weight_decay to False in the run that continues, if it uses Adam with "
+                "L2 regularisation",
             )
         )
     moved = {name for group in source.files.assembled if group.slot for name, *_ in group.tensors}

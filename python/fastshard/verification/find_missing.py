@@ -386,7 +386,7 @@ def _not_found(file: MissingFile) -> Finding:
         got=printable(file.reason or ""),
         help="choose one of them, or pass a manifest with hashes (--expect)"
         if file.candidates
-        else "search more directories (--in)",
+        else "name more directories to search (--in)",
     )
 
 

@@ -227,7 +227,7 @@ def _differing(
                 findings += experts.findings
                 unnoticed += experts.unnoticed
             if (taken := checkpoint.opened.taken) is not None:
-                findings += compare_taken(taken, run, bar.phase("verifying what is taken"))
+                findings += compare_taken(taken, run, bar.phase("verifying the selected data"))
             if manifest is not None:
                 against = _against(manifest, checkpoint, plan, run, bar.phase("hashing"), left_out)
                 # A model card is written on after the conversion.

@@ -66,7 +66,7 @@ def _results(left: Leftover, out: str) -> list[str]:
     }
     holds = " and ".join(names[result.version, result.complete] for result in reversed(left.results))
     if "newer" not in by_version:
-        where = f"{out} is the newer one"
+        where = f"{out} is the newer result"
     elif is_there:
         where = f"{out} is not replaced yet" if by_version["newer"].complete else f"{out} is incomplete"
     else:

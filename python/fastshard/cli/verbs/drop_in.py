@@ -86,7 +86,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
             "no fp32 master weights: ZeRO did not write this checkpoint, or ran at stage 0",
             severity="error",
             file=a.ckpt,
-            help="run `fastshard merge`, which takes the parameters as they are",
+            help="run `fastshard merge`, which uses the parameters as stored",
         )
     excluded = [glob.escape(name) for name in sorted(optimizer.frozen)] if a.exclude_frozen_parameters else []
     manifest = merge(

@@ -58,7 +58,7 @@ def _describe(search: FileSearch) -> str:
 
 FIND = Verb(
     name="find",
-    help="find the missing files of a checkpoint in other folders",
+    help="find the missing files of a checkpoint in other directories",
     description="""\
         Finds the missing files of a checkpoint in other directories: disks of other nodes, backups. The
         headers show which files are missing. With a manifest, a file is found by its hash, wherever it is.

@@ -96,7 +96,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
             "the number of processes is given twice",
             expected=f"--world {world}",
             got=_shown(launcher, environ),
-            help="leave out --world where the launcher states it",
+            help="leave out --world if the launcher states it",
         )
     size = size if size is not None else world
     if size is None:
@@ -167,7 +167,11 @@ def _none(environ: Mapping[str, str]) -> FastshardError:
     return FastshardError(
         [
             Finding.of(
-                codes.USAGE, "no launcher says which rank this process is", got=why, expected=None, help=what
+                codes.USAGE,
+                "no launcher states which rank this process is",
+                got=why,
+                expected=None,
+                help=what,
             ),
         ]
     )

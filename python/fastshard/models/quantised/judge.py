@@ -286,7 +286,7 @@ def _none_at_all(config: QuantisationConfig) -> Finding:
         file=config.file,
         expected="quantised weights",
         got="only plain tensors",
-        help="if the weights were dequantised, remove quantization_config from config.json",
+        help="leave quantization_config out of config.json if the weights were dequantised",
     )
 
 

@@ -45,8 +45,8 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
         f"the index lacks a pipeline stage whose {len(whole)} files exist: they are read by their names",
         file=join(folder, whole[0]),
         severity="warning",
-        help="check that the files of all stages are here; ColossalAI merges only the stages' indexes that "
-        "are on rank 0's disk",
+        help="check that the files of all stages are here; ColossalAI merges only the stages' indexes on "
+        "rank 0's disk",
     )
 
 

@@ -150,7 +150,7 @@ def as_records(described: Metadata, path: str) -> None:
                 file=path,
                 tensor=entry["name"],
                 expected="records as torch.save writes them",
-                got=f"{entry['len']} bytes, which is the size of its data alone",
+                got=f"{entry['len']} bytes, which is only the size of its data",
                 help="save the checkpoint with HuggingFaceStorageWriter, whose files fastshard reads, or "
                 "with SerializationFormat.TORCH_SAVE",
             )

@@ -270,6 +270,6 @@ def _no_parts(ranks: Ranks) -> Finding:
         "and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),
-        help="if they are slices, describe in your own layout how they are divided",
+        help="describe in your own layout how they are divided, if they are slices",
         run=["--layout FILE.toml"],
     )

@@ -271,7 +271,7 @@ def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
                 tensor=name,
                 expected="F32, BF16 or F16",
                 got=kind,
-                help="dequantise it where it was trained and save the checkpoint again",
+                help="dequantise it with the framework that trained it, and save the checkpoint again",
             )
             for unit, name, kind in parts.fp8
         ),

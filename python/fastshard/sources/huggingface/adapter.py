@@ -128,7 +128,7 @@ def _report_further(listing: Listing, files: Sequence[File], inside: Mapping[str
     if "config.json" in inside:
         return [
             unexpected(
-                file.path, f"not read: this is another model than that of config.json and {files[0].name}"
+                file.path, f"not read: this is another model than the one of config.json and {files[0].name}"
             )
             for file in further
         ]

@@ -274,7 +274,7 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
             f"whether the chunks of {len(places)} directories "
             f"({', '.join(p.label(listing) for p in places[:4])}) are from one run: chunks do not name "
             "their run",
-            help="pass a manifest that was made where they were written",
+            help="pass a manifest that was made where the files were written",
             run=["--expect FILE"],
         )
     ]
