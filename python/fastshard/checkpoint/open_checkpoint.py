@@ -571,7 +571,7 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
     beyond = [f for f in findings if f.code == codes.TOO_MANY_FILES]
     if len(beyond) < 2:
         return findings
-    told = beyond[0].replace(message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
+    told = beyond[0].replace(message=f"{beyond[0].message}; the same holds for {len(beyond) - 1} more files")
     return [told, *(f for f in findings if f.code != codes.TOO_MANY_FILES)]
 
 

@@ -187,7 +187,7 @@ def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argpars
     parser = _Parser(
         prog="fastshard", description=f"{SUMMARY.capitalize()}.", add_help=False, allow_abbrev=False
     )
-    parser.add_argument("-h", "--help", action=Overview, verbs=verbs, help="show this and exit")
+    parser.add_argument("-h", "--help", action=Overview, verbs=verbs, help="show this help and exit")
     parser.add_argument(*_VERSION, action="version", version=f"fastshard {_core.__version__}")
     # A verb may do without the flags; what went wrong is told by them all the same.
     parser.set_defaults(output_format="text")

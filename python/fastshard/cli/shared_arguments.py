@@ -171,7 +171,9 @@ def looks(a: argparse.Namespace, writing: str) -> None:
     """
     if a.exit_zero:
         raise FastshardError.of(
-            codes.USAGE, f"--exit-zero cannot be combined with {writing}", help="leave out one option"
+            codes.USAGE,
+            f"--exit-zero cannot be combined with {writing}",
+            help="leave out one of these options",
         )
 
 

@@ -220,7 +220,7 @@ def _parts_of(value: object) -> tuple[Part, ...] | None:
 
 def _number(value: object, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 1 << 62:
-        raise ValueError(f"no such number: {value!r:.40}")
+        raise ValueError(f"invalid number: {value!r:.40}")
     return value
 
 

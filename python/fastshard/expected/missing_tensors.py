@@ -106,7 +106,7 @@ def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
             "it ties them to",
             severity="note",
             tensor=first,
-            got=f"the bytes of {copies[first]}",
+            got=f"a copy of {copies[first]}",
         )
         for first in list(copies)[:1]
     ]

@@ -134,7 +134,7 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
         FastshardError: ``FS515`` for an unknown word.
     """
     if isinstance(what, str):
-        raise FastshardError.of(codes.USAGE, "accept takes a list of words", got=repr(what))
+        raise FastshardError.of(codes.USAGE, "accept needs a list of values", got=repr(what))
     what = frozenset(what)
     for one in what:
         word, is_given, pattern = one.partition("=")

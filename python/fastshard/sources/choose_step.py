@@ -482,7 +482,7 @@ def _later(
                 severity="warning" if "older-step" in options.accept else None,
                 decided="accept older-step" if "older-step" in options.accept else None,
                 file=other,
-                expected="the files of a complete step",
+                expected="a complete step",
                 got=f"{name} is the newest step that can be read",
                 help="restore its missing files, or use the older step",
                 run=[f"--step {shlex.quote(name)}"],

@@ -251,6 +251,6 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
         got=known[0] if known else f"{len(listing.files)} files",
         help=known[1]
         if known
-        else "point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the "
+        else "pass the directory that holds the shards or the steps; `fastshard explain FS513` lists the "
         "formats",
     )

@@ -522,7 +522,7 @@ class HubRequests:
         if reason == "GatedRepo":
             raise FastshardError.of(
                 codes.PERMISSION,
-                "the repository is gated, and access to it was not granted to this user",
+                "the repository is gated, and this user has no access to it",
                 file=self._address.text,
                 help=f"ask for access at {page}, and log in",
                 run=[_LOG_IN],

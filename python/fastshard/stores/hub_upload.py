@@ -591,7 +591,7 @@ class HubUpload:
             findings = [self._without_resume(finding) for finding in findings]
         elif any(finding.severity == "error" for finding in findings):
             first = next(finding for finding in findings if finding.severity == "error")
-            help_ = f"{first.help or 'run again'}; the complete result is kept in {folder}"
+            help_ = f"{first.help or 'run the command again'}; the complete result is kept in {folder}"
             kept = first.replace(help=help_, run=[*first.run, self._make_command(folder)])
             findings = [kept if finding is first else finding for finding in findings]
         else:

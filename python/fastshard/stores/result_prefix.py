@@ -433,7 +433,7 @@ class ResultPrefix:
             codes.LOCKED,
             f"another run is working here: {process}",
             file=self.address,
-            help="wait until it has ended",
+            help="wait until the other run has ended",
         )
 
     # --- objects

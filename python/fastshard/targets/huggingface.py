@@ -219,7 +219,7 @@ def _kept(source: Source) -> str:
     if source.binding.vocab_size is not None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"--vocab-size: {_why(source.model)}, so it is not known which rows are tokens",
+            f"--vocab-size: {_why(source.model)}, so fastshard does not know which rows are tokens",
             help="leave it out, or describe the model in your own table",
             run=["--layout FILE"],
         )

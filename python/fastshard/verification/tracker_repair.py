@@ -98,7 +98,7 @@ def _choose_text(file: str, before: str, steps: Iterable[RunStep]) -> str:
     if texts:
         return texts[0]
     if complete:
-        raise _refuse(file, shown(before), f"a name of the form of {complete[0]}")
+        raise _refuse(file, shown(before), f"a name like {complete[0]}")
     raise FastshardError.of(
         codes.TRACKER_POINTS_NOWHERE,
         "no step is complete",

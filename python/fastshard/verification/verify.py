@@ -324,7 +324,7 @@ def _signed(
         return []
     if len(checkpoint.roots) > 1:
         raise FastshardError.of(
-            codes.USAGE, "a signature covers one directory", got=f"{len(checkpoint.roots)} directories"
+            codes.USAGE, "a signature covers only one directory", got=f"{len(checkpoint.roots)} directories"
         )
     from . import signatures
 

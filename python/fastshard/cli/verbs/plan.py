@@ -49,7 +49,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     try:
         free = shutil.disk_usage(os.curdir).free
     except OSError as error:
-        raise FastshardError.of(codes.IO, f"the current directory: {error.strerror}") from None
+        raise FastshardError.of(codes.IO, f"the current directory cannot be read: {error.strerror}") from None
     document: dict[str, Any] = {
         "digest": plan.digest,
         "summary": summary,

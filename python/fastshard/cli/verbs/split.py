@@ -60,7 +60,7 @@ def _split(a: argparse.Namespace) -> Outcome:
     looks(a, "a run in parts")
     if a.fsync != "full":
         raise FastshardError.of(
-            codes.USAGE, "--fsync", expected="full, for a run of several processes", got=a.fsync
+            codes.USAGE, "--fsync", expected="full, because several processes write the result", got=a.fsync
         )
     run = split_run(
         a.ckpt,
@@ -120,7 +120,7 @@ def quoted(path: str) -> str:
     if path.isprintable():
         return shlex.quote(path)
     if path.endswith("\n"):
-        raise FastshardError.of(codes.USAGE, "--out ends in a line feed", help="choose another name")
+        raise FastshardError.of(codes.USAGE, "--out ends with a newline", help="choose another name")
     plain = frozenset(range(0x20, 0x7F)) - frozenset(b"'\\%")
     octal = "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(path))
     return f"\"$(printf '{octal}')\""

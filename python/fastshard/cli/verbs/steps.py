@@ -102,7 +102,9 @@ def _follow(a: argparse.Namespace, options: dict[str, Any]) -> Outcome:
     """Print a line for each new step until a signal comes, or nobody reads them."""
     if a.fix_tracker:
         raise FastshardError.of(
-            codes.USAGE, "--follow cannot be combined with --fix-tracker", help="leave out one option"
+            codes.USAGE,
+            "--follow cannot be combined with --fix-tracker",
+            help="leave out one of these options",
         )
     is_json, streams, judged = a.output_format == "json", Streams(), 0
     rest = REST if a.rest is None else a.rest

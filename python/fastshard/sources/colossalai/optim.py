@@ -295,7 +295,7 @@ def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Find
             f"optimizer state {what!r} is not supported",
             file=found.files[at].path,
             expected=" | ".join(sorted(_SLOTS)),
-            help="merge without --optimizer to take only the parameters",
+            help="merge without --optimizer to use only the parameters",
         )
         for what, at in unknown.items()
     ]

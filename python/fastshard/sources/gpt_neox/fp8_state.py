@@ -39,7 +39,8 @@ def summary(
             findings.append(
                 Finding.of(
                     error.code,
-                    f"the FP8 state cannot be read ({error.findings[0].message}); it is left out in any case",
+                    f"the FP8 state cannot be read ({error.findings[0].message}); fastshard leaves it out "
+                    "anyway",
                     severity="warning",
                     file=found.files[unit.file].path,
                     rank=unit.rank,

@@ -387,7 +387,7 @@ class Wholes:
             name,
             place,
             f"its size along dimension {dimension}",
-            f"a share or all of {total} by the arguments" if total else "arguments that state it",
+            f"a part or all of {total}, by the arguments" if total else "arguments that state it",
             str(shape[dimension]),
         )
 

@@ -128,7 +128,9 @@ def judge_stages(
                     rank=_called((tp, stage), pp),
                     expected=_called((tp, stage), pp),
                     got=f"tp {tp}, another stage" if own is None else _called((tp, own), pp),
-                    evidence=f"{name} is in it" if _holds(chunks, name) else f"{name} is not in it",
+                    evidence=f"the file holds {name}"
+                    if _holds(chunks, name)
+                    else f"the file does not hold {name}",
                     help="rename the files back, or copy the files of these stages again from the nodes that "
                     "ran them",
                 )

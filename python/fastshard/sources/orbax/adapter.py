@@ -361,7 +361,7 @@ def _tree(listing: Listing, places: list[Place]) -> Tree | None:
         if found is not None and set(tree.arrays) != set(found.arrays):
             raise FastshardError.of(
                 codes.MIXED_STEPS,
-                "two hosts name different arrays in _METADATA: they are of different saves",
+                "two hosts name different arrays in _METADATA: they are from different saves",
                 file=place.label(listing),
                 help="pass only the directories of one save",
             )

@@ -371,7 +371,7 @@ def _refuse_other_steps(
         if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
             raise FastshardError.of(
                 codes.MIXED_STEPS,
-                "the directories given hold different steps",
+                "the directories hold different steps",
                 file=str(listing.roots[root]),
                 expected=f"step {chosen[0].step}",
                 got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
@@ -394,7 +394,8 @@ def _one_of_each_root(listing: Listing, chosen: list[Place], options: Options) -
             may_come = not settled and "uncommitted" not in options.accept
             raise FastshardError.of(
                 codes.UNCOMMITTED if may_come else codes.AMBIGUOUS,
-                "several directories of this step" + (", and none of them is committed" if may_come else ""),
+                "there are several directories for this step"
+                + (", and none of them is committed" if may_come else ""),
                 got=", ".join(p.folder for p in same),
                 help="wait for the save, or pass one of them as CKPT"
                 if may_come

@@ -95,7 +95,7 @@ class Partitions:
                 for slot in sorted(every - slots):
                     self.problem(
                         codes.PARTITION,
-                        f"optimizer state of group {g}",
+                        f"optimizer state of param group {g}",
                         rank.path,
                         rank.dp,
                         f"{slot}, as on other ranks",

@@ -22,7 +22,7 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
         if len(rank.masters) != len(shapes):
             partitions.problem(
                 codes.PARTITION,
-                "number of parameter groups",
+                "number of param groups",
                 rank.path,
                 rank.dp,
                 f"{len(shapes)}, as {partitions.model.path} says",
@@ -87,10 +87,10 @@ def _vectors(
         if wrong is not None:
             partitions.problem(
                 codes.PARTITION,
-                f"experts of group {g}, by the model file and by their own files: {wrong}",
+                f"the model file and the experts' own files disagree on the experts of group {g}: {wrong}",
                 among[0].path,
                 among[0].dp,
-                f"as many as {len(divided)} expert-parallel ranks have equal parts of",
+                f"a number of experts that {len(divided)} expert-parallel ranks share equally",
                 "others",
             )
             return []
