@@ -137,7 +137,7 @@ def test_many_copied_experts_are_one_warning(tmp_path: Path) -> None:
                 expert_damages.stack(state, layer, name)[number] = source
     (text,) = told(check(FUSED(state, tmp_path / "run"), tmp_path))
     assert text.startswith(
-        "6 experts hold the values of another expert: expert 0 of layer 1 those of expert 5"
+        "6 experts hold the values of another expert: expert 0 of layer 1 holds those of expert 5"
     )
     assert text.endswith("; and 2 more")
 

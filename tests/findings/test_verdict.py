@@ -52,7 +52,7 @@ def test_it_is_the_sequence_of_its_findings(broken: Path) -> None:
 
 
 def test_it_is_neither_true_nor_false() -> None:
-    with pytest.raises(TypeError, match=r"ask for \.ok"):
+    with pytest.raises(TypeError, match=r"use \.ok"):
         bool(fastshard.verify(HF, memory=MEMORY))
     with pytest.raises(TypeError):
         hash(fastshard.verify(HF, memory=MEMORY))
