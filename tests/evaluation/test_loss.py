@@ -223,8 +223,8 @@ def test_ids_in_one_dimension_are_divided_into_sequences() -> None:
         (["a", "b"], "not token ids"),
         ([[[1, 2]]], "not token ids"),
         ([True, False, True], "not token ids"),
-        ([1, -1, 2], "no row"),
-        ([1, VOCABULARY, 2], "no row"),
+        ([1, -1, 2], "outside the model's embedding"),
+        ([1, VOCABULARY, 2], "outside the model's embedding"),
     ],
 )
 def test_what_are_no_token_ids_is_refused(tokens: Any, words: str) -> None:

@@ -792,7 +792,7 @@ def test_the_api_takes_it(phi: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(fastshard.FastshardError, match="FS102"):
             function(bad, like=phi)
-    with pytest.raises(fastshard.FastshardError, match="open already"):
+    with pytest.raises(fastshard.FastshardError, match="is already open"):
         fastshard.verify(opened, like=phi)
     with pytest.raises(fastshard.FastshardError, match="FS515"):
         fastshard.open(bad, like=3)  # type: ignore[call-overload]

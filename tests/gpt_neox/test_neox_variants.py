@@ -430,7 +430,7 @@ def test_the_saved_yaml_may_claim_what_it_likes_of_transformer_engine(tmp_path: 
 
 #: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py
 OTHER_BLOCKS = {
-    "mixture of experts": ["mlp.router.layer.weight", "mlp.experts.mlp.w1", "mlp.experts.mlp.w2"],
+    "MoE layers": ["mlp.router.layer.weight", "mlp.experts.mlp.w1", "mlp.experts.mlp.w2"],
     "Mamba": ["norm.weight", "mixer.A_log", "mixer.D", "mixer.in_proj.weight", "mixer.conv1d.weight"],
     "RWKV": ["ln1.weight", "att.time_maa_x", "att.receptance.weight", "ffn.key.weight"],
     "gMLP": ["norm.weight", "input_linear.weight", "sgu.proj.weight", "output_linear.weight"],
@@ -444,7 +444,7 @@ def test_blocks_that_are_not_read_are_named_once(tmp_path: Path, kind: str, pipe
     shards = make_shards(spec)
     for shard in shards:
         # One layer of two, as in hybrid models.
-        for name in [n for n in shard if n.startswith("3.mlp" if "experts" in kind else "3.")]:
+        for name in [n for n in shard if n.startswith("3.mlp" if kind == "MoE layers" else "3.")]:
             del shard[name]
         shard |= {f"3.{name}": torch.rand(4, 6) for name in OTHER_BLOCKS[kind]}
     root = write(tmp_path / "ckpt", spec, shards, pipeline=pipeline)

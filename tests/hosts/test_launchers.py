@@ -82,7 +82,7 @@ REFUSED = {
     "exported by hand, and srun": (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None, "state different ranks"),
     "PMI and srun": (SRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, None, "state different ranks"),
     "kubernetes alone": (INDEX, None, "does not state the number of processes"),
-    "another number given": (SRUN, 8, "stated twice"),
+    "another number given": (SRUN, 8, "given twice"),
     "no number": ({"RANK": "one", "WORLD_SIZE": "2"}, None, "RANK"),
     "a number without end": ({"RANK": "1" * 40, "WORLD_SIZE": "2"}, None, "RANK"),
 }

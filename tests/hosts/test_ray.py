@@ -38,8 +38,8 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rank", "auto"], "--ray and --rank"),
-        (["--world", "2", "--timeout", "5"], "--ray and --world, --timeout"),
+        (["--rank", "auto"], "--ray cannot be combined with --rank"),
+        (["--world", "2", "--timeout", "5"], "--ray cannot be combined with --world, --timeout"),
         (["--fsync", "none"], "several processes always flush their output to disk"),
         (["--threads", "0"], "threads"),
     ],

@@ -266,7 +266,7 @@ def test_a_model_without_a_table_is_named(to: str, tmp_path: Path) -> None:
         "FS514",
         exit=2,
         command=("convert", "--to", to),
-        message="model_type 'gpt2' has no table",
+        message="model_type 'gpt2' has no layout table",
     )
 
 

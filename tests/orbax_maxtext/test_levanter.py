@@ -244,7 +244,7 @@ def test_the_models_folder_without_its_step(plain: Path, config: Path, tmp_path:
     alone = alone.rename(tmp_path / "alone")
     command = ("convert", "--to", "hf", "--config", config)
     ran = assert_refused(alone, tmp_path / "out", "FS104", command=command, exit=3)
-    assert len(ran.errors) == 1 and "step's folder" in ran.errors[0]["help"]
+    assert len(ran.errors) == 1 and "step's directory" in ran.errors[0]["help"]
     ran = cli("convert", alone, tmp_path / "out", *command[1:], "--accept", "uncommitted")
     assert ran.code == 0, ran.errors
     assert_same_model(tmp_path / "out", made())

@@ -88,7 +88,7 @@ def test_left_out_zeros_are_lost_where_a_process_is_not_here(tmp_path: Path) -> 
 def test_left_out_zeros_are_ambiguous_where_nothing_tells(tmp_path: Path) -> None:
     root = copy(ELIDED, tmp_path / "ckpt")
     (root / ITEMS / "_sharding").unlink()
-    refused = assert_refused(root, tmp_path / "out", "FS111", exit=3, message="nothing proves")
+    refused = assert_refused(root, tmp_path / "out", "FS111", exit=3, message="nothing shows whether")
     assert "--expect-processes" in refused.errors[0]["help"]
     assert_refused(
         root, tmp_path / "out", "FS111", exit=3, options=("--expect-processes", 3), rank="process 2"
@@ -188,7 +188,7 @@ def test_a_truncated_tree_is_refused(tmp_path: Path) -> None:
 def test_shardings_are_evidence_and_no_more(content: str, tmp_path: Path) -> None:
     root = copy(ELIDED, tmp_path / "ckpt")
     (root / ITEMS / "_sharding").write_text(content)
-    assert_refused(root, tmp_path / "out", "FS111", exit=3, message="nothing proves")
+    assert_refused(root, tmp_path / "out", "FS111", exit=3, message="nothing shows whether")
 
 
 #: Files that are read while a checkpoint is opened.
@@ -274,7 +274,7 @@ def test_a_sharding_that_cannot_be_understood_says_nothing(sharding: dict[str, A
     file = next(root.glob("checkpoints/*/items/_sharding"))
     entries = {k: json.dumps({**json.loads(v), **sharding}) for k, v in json.loads(file.read_text()).items()}
     file.write_text(json.dumps(entries))
-    assert_refused(root, tmp_path / "out", "FS111", exit=3, message="nothing proves")
+    assert_refused(root, tmp_path / "out", "FS111", exit=3, message="nothing shows whether")
 
 
 def test_an_absurd_number_of_processes_is_refused(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_expect_config_counts_in_merge_and_convert_too(tmp_path: Path) -> None:
 
 
 def test_options_of_an_open_checkpoint_are_not_ignored(tmp_path: Path) -> None:
-    with pytest.raises(fastshard.CannotRunError, match="open already"):
+    with pytest.raises(fastshard.CannotRunError, match="is already open"):
         fastshard.merge(fastshard.open(HF), tmp_path / "out", expect=HF / "config.json")
 
 

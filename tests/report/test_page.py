@@ -580,7 +580,7 @@ def test_a_limit_of_addresses_leaves_the_pictures_out(gib: int, recorded: bool, 
     )
     assert ran.returncode == 0, ran.stderr
     (told,) = [f for f in json.loads(ran.stdout)["findings"] if f["code"] == "FS514"]
-    assert (told["severity"], "no pictures" in told["message"]) == ("warning", True)
+    assert (told["severity"], "the page has no charts" in told["message"]) == ("warning", True)
     page = out.read_text()
     assert "the page has no charts" in page and '<h2 id="h-numbers">' in page
     assert "<figure" in page and 'class="lin"' not in page

@@ -286,7 +286,7 @@ def test_an_optimizer_of_a_rank_is_missing(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s.update(ds_autoep_layers=[{"moe_layer_id": 0}]), "AutoEP"),
-        (lambda s: s.update(moe=True), "mixture-of-experts"),
+        (lambda s: s.update(moe=True), "MoE checkpoint of DeepSpeed"),
     ],
 )
 def test_other_mixtures_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:

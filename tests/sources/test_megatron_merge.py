@@ -363,7 +363,7 @@ def test_a_layer_that_all_ranks_lack_is_named(tmp_path: Path) -> None:
 )
 def test_arguments_of_another_model_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     gpt3(tmp_path / "ckpt", **change)
-    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS514", exit=2, message="not certain")
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS514", exit=2, message="uncertain how ranks divide")
 
 
 @pytest.mark.parametrize(

@@ -648,7 +648,7 @@ def test_a_private_repository_looks_like_a_missing_one(hub: HubServer, name: str
 
 
 def test_a_token_that_is_not_valid_is_refused(hub: HubServer) -> None:
-    assert "not valid" in str(refused("FS502", opened, token=TOKEN))
+    assert "rejects the token as invalid" in str(refused("FS502", opened, token=TOKEN))
     refused("FS502", opened, token="two\nlines")
 
 
@@ -671,7 +671,7 @@ def test_a_commit_that_vanished_is_a_changed_source(hub: HubServer) -> None:
     file = listed(store)["config.json"]
     del hub.repos[NAME].commits[store.revision]
     refused("FS506", store.list_files)
-    assert "commit vanished" in str(refused("FS506", read_range, store, file, 0, 4))
+    assert "the commit is no longer in the repository" in str(refused("FS506", read_range, store, file, 0, 4))
 
 
 def test_a_file_that_vanished_is_a_changed_source(hub: HubServer) -> None:

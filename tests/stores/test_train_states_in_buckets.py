@@ -109,4 +109,4 @@ def test_the_models_folder_of_a_step(
     compare(server, monkeypatch, tmp_path, run, run)
     ran = cli("inspect", f"s3://{BUCKET}/alone/step-20/model")
     assert ran.code == 3 and [f["code"] for f in ran.errors] == ["FS104"]
-    assert "step's folder" in ran.errors[0]["help"]
+    assert "step's directory" in ran.errors[0]["help"]

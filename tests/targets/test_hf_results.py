@@ -231,7 +231,7 @@ def test_another_config_of_transformers_is_no_models(tmp_path: Path) -> None:
             "FS211",
             exit=2,
             command=tuple(command),
-            message="no model's",
+            message="not a model config",
             options=("--config", tmp_path / "generation_config.json"),
         )
 
