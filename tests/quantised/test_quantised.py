@@ -105,7 +105,7 @@ def test_tensors_of_another_shape_or_dtype_are_named(form: str, how: str, tmp_pa
 def test_a_grid_without_its_short_block_and_a_transposed_one_are_told_apart(tmp_path: Path) -> None:
     config, tensors = model("fp8 blocks")
     name = f"{AT}.weight_scale_inv"
-    for how, words in ((tensors[name][:2], "left out"), (tensors[name].T, "transposed")):
+    for how, words in ((tensors[name][:2], "shorter block has none"), (tensors[name].T, "transposed")):
         folder = write(tmp_path / words.replace(" ", "_"), config, tensors | {name: how})
         (found,) = errors(folder)
         assert words in found["message"] and found["code"] == "FS201", found

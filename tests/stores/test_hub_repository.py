@@ -305,7 +305,7 @@ def test_ranges_are_read(hub: HubServer, path: str) -> None:
 def test_a_range_outside_of_the_file_is_a_mistake_of_the_caller(
     hub: HubServer, offset: int, length: int
 ) -> None:
-    with pytest.raises(ValueError, match="inside"):
+    with pytest.raises(ValueError, match="are outside the"):
         read(opened(), "config.json", offset, length)
 
 

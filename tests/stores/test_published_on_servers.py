@@ -256,7 +256,7 @@ def test_a_store_without_conditions_is_refused_unless_it_is_accepted(
         assert served.read("out") == {}
         ran = run(command, FIXTURES / source, served.at("out"), *options, "--accept", "unconditional")
         assert ran.code == 0, ran.out
-        assert ran.having("FS528") or any("conditions" in f["message"] for f in ran.findings), ran.out
+        assert ran.having("FS528") or any("conditional writes" in f["message"] for f in ran.findings), ran.out
         equal(served.read("out"), tmp_path / "disk")
         assert run("verify", served.at("out")).code == 0
 

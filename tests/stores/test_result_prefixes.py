@@ -166,7 +166,7 @@ def test_a_store_without_conditions_is_accepted_by_name_alone(
     assert caught.value.findings[0].run == ("--accept unconditional",)
     assert read_files(tmp_path / "out") == {}
     manifest = merge(source, address_of(tmp_path / "out"), accept=["unconditional"])
-    assert [f.severity for f in manifest.findings if "conditions" in f.message] == ["warning"]
+    assert [f.severity for f in manifest.findings if "conditional writes" in f.message] == ["warning"]
     assert_is_result(tmp_path / "out", source, tmp_path)
 
 

@@ -39,7 +39,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 STATS = Verb(
     name="stats",
-    help="show minimum, maximum, mean, std, zeros and NaN of every tensor",
+    help="show min, max, mean, std, zeros and NaN of every tensor",
     description="""\
         Makes one streaming pass over the full tensors. The histogram has 64 fixed bins, so histograms of
         two checkpoints can be compared: 32 powers of two for each sign, from 2^-24 to 2^6, with smaller

@@ -100,7 +100,7 @@ def _add_advice(unchecked: Sequence[str], findings: list[Finding]) -> tuple[str,
 
 VERIFY = Verb(
     name="verify",
-    help="check that a checkpoint is complete and undamaged; reads every byte",
+    help="check that all data is present and undamaged; reads every byte",
     description="""\
         Checks that a checkpoint is complete and undamaged. Reads every byte. With a manifest or a
         signature the contents are checked too. Files that were downloaded from the Hugging Face Hub are
