@@ -268,8 +268,8 @@ PAGES = {
         "fastshard.integrations.record.",
     ),
     codes.OUTPUTS_DIFFER: Page(
-        "The gate and up projections are swapped, heads are regrouped, a layer was copied over another one, "
-        "or the config has another rotary base. If every layer differs, a setting is the cause.",
+        "Gate and up projections are swapped, heads are regrouped, a layer was copied over another, or the "
+        "rotary base differs. If every layer differs, a setting is the cause.",
         "`fastshard diff A B --include 'model.layers.N.*'` compares the tensors of layer N.",
     ),
     codes.MASTERS_DIFFER: Page(
