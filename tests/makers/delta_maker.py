@@ -126,11 +126,19 @@ _TOWER: dict[str, Any] = {
 }
 
 
-def save_with_tower(folder: Path, kind: str, **changes: Any) -> State:
-    """Saves a text model beside a tower that sees, its experts as the hub has them."""
+def save_with_tower(folder: Path, kind: str, sizes: dict[str, Any] | None = None, **changes: Any) -> State:
+    """Saves a text model beside a tower that sees, its experts as the hub has them.
+
+    Args:
+        folder: where the model is saved.
+        kind: the model type of the text.
+        sizes: sizes of the text model that differ from :data:`SIZES`.
+        changes: settings of both the text model and the model around it.
+    """
     torch.manual_seed(0)
     of, config = TOWERS[kind]
     text = SIZES if kind != "qwen3_5_text" else {k: v for k, v in SIZES.items() if k not in _OF_EXPERTS}
+    text = text | (sizes or {})
     of(config(text_config=text | changes, vision_config=_TOWER, **changes)).save_pretrained(folder)
     state = stack_experts(load_file(folder / "model.safetensors"))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

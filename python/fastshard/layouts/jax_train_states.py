@@ -4,7 +4,7 @@ optimizer's moments beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from .._core import Rule, Table
@@ -21,13 +21,45 @@ MOMENTS = {"mu": -1.0, "nu": -2.0}
 _LAYERS = "layers_{L}"
 #: A layer's place among those of a set, which has numbers and a stack of its own.
 _OF_SET = compile_when_used(r"_\{L of (\w+)\}")
-#: A layer's place in a cycle of unlike layers: each of the cycle is a stack. Its set is called `cycle_N`.
-_OF_CYCLE = compile_when_used(r"layers_\{L in (cycle_(\d+))\}")
+#: A layer's number in a name, with the set whose layers have the tensor, if not all layers have it.
+_OF_CYCLE = compile_when_used(r"layers_\{L(?: in (\w+))?\}")
 #: Why the optimizer's state is not in a result.
 LEFT_OUT = "optimizer state: --optimizer includes it, if the target can hold it"
 #: Why keys of random numbers are not in a result.
 RANDOM = "the state of random numbers: it is not a weight"
 NO_STEP = "the step of a train state: the target cannot store it"
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A cycle of different layers, which a scan runs together. Each place in the cycle has its own stack.
+
+    The layers of place N are the set ``cycle_N`` of the table.
+    """
+
+    #: Number of layers in the cycle.
+    length: int
+    #: Name of a place's stack below ``layers.``, with the place in braces.
+    stack: str
+    #: Places of the layers of a set, by its name. Other sets have all places.
+    places: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def list_places(self, of: str | None) -> Sequence[int]:
+        """List the places of the layers of a set; all places for None."""
+        return self.places.get(of or "", range(self.length))
+
+    def list_sets(self, count: int) -> dict[str, tuple[str, list[int]]]:
+        """Return the sets of layers, by name: those of each place, and those of the sets of several places.
+
+        Args:
+            count: the number of all layers.
+        """
+        sets = {f"cycle_{place}": [place] for place in range(self.length)}
+        sets |= {name: list(places) for name, places in self.places.items()}
+        return {
+            name: ("L", [n for n in range(count) if n % self.length in places])
+            for name, places in sets.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -57,6 +89,8 @@ class Rules:
     names: Names
     #: Axis of the layers, where they are stacked.
     scan: int | None = None
+    #: The cycle of different layers, if there is one.
+    cycle: Cycle | None = None
     #: Why nothing can be made of it but a merge.
     unclear: FastshardError | None = None
     #: Name stored, or pattern of such names, by the one in `names`; None where they are the same.
@@ -74,13 +108,24 @@ class Rules:
             raise self.unclear
         states: tuple[State, State] = ("left out", "kept")
         whole = table(
-            self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer]
+            self.weights,
+            self.names,
+            scan=self.scan,
+            cycle=self.cycle,
+            step=states[step],
+            optimizer=states[optimizer],
         )
         return self._spell_rules(whole, [Rule.ignoring(name, RANDOM) for name in self.random])
 
     def whole(self, moments: bool) -> Table:
         """Return the table for a merge, which keeps every name; ``moments`` is True if there are moments."""
-        whole = table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
+        whole = table(
+            self.weights,
+            self.names,
+            scan=self.scan,
+            cycle=self.cycle,
+            optimizer="kept" if moments else "absent",
+        )
         return self._spell_rules(whole, [])
 
     def _spell_rules(self, whole: Table, more: list[Rule]) -> Table:
@@ -91,21 +136,27 @@ class Rules:
         return whole.with_rules([*(rule.renamed(spell(rule.name)) for rule in whole.rules), *more])
 
 
-def scanned(rule: Rule, axis: int) -> Rule:
-    """Return the rule of the tensor that a scan over layers stacks along an axis.
+def stack_layers(rule: Rule, axis: int, cycle: Cycle | None = None) -> list[Rule]:
+    """Return the rules of the tensors that a scan over layers stacks along an axis.
 
-    A negative axis counts from the end, including the axis of layers. An axis beyond the last, which flax
-    refuses for vectors, means the last. source: flax core/axes_scan.py
+    A cycle of different layers has one rule for each place, other layers have one rule. A negative axis
+    counts from the end, including the axis of layers. An axis beyond the last, which flax refuses for
+    vectors, means the last.
+    source: flax core/axes_scan.py
     """
     at = place(len(rule.dimensions or ()), axis)
     if (of := _OF_SET.search(rule.name)) is not None:
-        return rule.stacked(f"L in {of[1]}", at).renamed(rule.name.replace(of[0], ""))
-    if (of := _OF_CYCLE.search(rule.name)) is not None:
-        name = rule.name.replace(of[0], f"layers.layers_{of[2]}")
-        return rule.stacked(f"L in {of[1]}", at).renamed(name)
+        return [rule.stacked(f"L in {of[1]}", at).renamed(rule.name.replace(of[0], ""))]
+    if cycle is not None and (of := _OF_CYCLE.search(rule.name)) is not None:
+        return [
+            rule.stacked(f"L in cycle_{n}", at).renamed(
+                rule.name.replace(of[0], f"layers.{cycle.stack.format(n)}")
+            )
+            for n in cycle.list_places(of[1])
+        ]
     if _LAYERS not in rule.name:
-        return rule
-    return rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))
+        return [rule]
+    return [rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))]
 
 
 def place(rank: int, axis: int) -> int:
@@ -114,7 +165,13 @@ def place(rank: int, axis: int) -> int:
 
 
 def table(
-    weights: Table, names: Names, *, scan: int | None = None, step: State = "kept", optimizer: State = "kept"
+    weights: Table,
+    names: Names,
+    *,
+    scan: int | None = None,
+    cycle: Cycle | None = None,
+    step: State = "kept",
+    optimizer: State = "kept",
 ) -> Table:
     """Make a table with the names of one train state.
 
@@ -122,6 +179,7 @@ def table(
         weights: the table of the weights, with separate layers.
         names: the train state's spelling of the names.
         scan: axis of the layers, if they are stacked.
+        cycle: the cycle of different layers, if there is one.
         step: whether the table keeps the step.
         optimizer: whether the table keeps the optimizer state.
     """
@@ -131,13 +189,13 @@ def table(
         if rule.name == "step":
             out += _list_rules(rule, step, NO_STEP)
             continue
-        weight = rule if scan is None else scanned(rule, scan)
-        inner = weight.name.removeprefix(names.declared)
-        out.append(weight.renamed(names.root + inner))
-        for slot in names.slots:
-            moment = weight.renamed(names.moment(slot, inner)).slot(slot, MOMENTS[slot])
-            out += _list_rules(moment, optimizer, LEFT_OUT)
-            moments.append(moment)
+        for weight in [rule] if scan is None else stack_layers(rule, scan, cycle):
+            inner = weight.name.removeprefix(names.declared)
+            out.append(weight.renamed(names.root + inner))
+            for slot in names.slots:
+                moment = weight.renamed(names.moment(slot, inner)).slot(slot, MOMENTS[slot])
+                out += _list_rules(moment, optimizer, LEFT_OUT)
+                moments.append(moment)
     counters = [names.count, *names.scalars]
     for i, name in enumerate(counters):
         counter = Rule.literal(name, "[]", name if i else "count", optional=True)

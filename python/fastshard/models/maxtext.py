@@ -2,7 +2,7 @@
 
 source: MaxText configs/base.yml and configs/models, configs/types.py,
     layers/{attentions,embeddings,decoders,moe}.py,
-models/{llama2,mistral,mixtral,qwen3,deepseek,gpt_oss,gpt3}.py
+models/{llama2,mistral,mixtral,qwen3,qwen3_5,deepseek,gpt_oss,gpt3}.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Evidence
-from . import huggingface, maxtext_latent, maxtext_windows, unsupported
+from ..layouts.jax_train_states import Cycle
+from . import huggingface, maxtext_delta, maxtext_latent, maxtext_windows, unsupported
 from .config_fields import flag, positive_number, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
 from .unsupported import Says
@@ -105,9 +106,14 @@ class DecoderBlock:
         return self.says.windowed_layers == "even"
 
     @property
+    def is_delta(self) -> bool:
+        """True for gated delta nets in all layers of a cycle but the last."""
+        return "delta" in self.says.attentions
+
+    @property
     def has_one_order(self) -> bool:
         """True for a block whose rotary pairs have one order, whatever ``rope_type`` says."""
-        return self.is_latent or self.is_windowed
+        return self.is_latent or self.is_windowed or self.is_delta
 
     @property
     def scales_queries(self) -> bool:
@@ -118,6 +124,28 @@ class DecoderBlock:
     def qk_norm(self) -> bool:
         """True for a block with norms of queries and keys."""
         return True in self.says.qk_norm
+
+    @property
+    def states_qk_norm(self) -> bool:
+        """True for a block whose norms of queries and keys are a setting of the yml."""
+        return self.qk_norm and not self.is_delta
+
+    def make_cycle(self, length: int | None) -> Cycle | None:
+        """Return the cycle of different layers that a scan runs together; None if all layers are alike.
+
+        Args:
+            length: the number of layers in the cycle; None if it is unknown.
+        """
+        if self.is_windowed:
+            return Cycle(2, "layers_{}")
+        if not self.is_delta or length is None or length > maxtext_delta.LONGEST_CYCLE:
+            return None
+        places = range(length)
+        return Cycle(
+            length,
+            "layer_{}",
+            {"main": places, "delta": places[:-1], "main_full": places[-1:], "full": places[-1:]},
+        )
 
     def model_type(self, decoder_block: Any) -> str:
         """Return transformers' model type by a decoder_block."""
@@ -153,6 +181,20 @@ _GPT_OSS = replace(
     sinks=(True,),
     router_bias=(True,),
 )
+_QWEN3_NEXT = replace(
+    _MIXTURE,
+    kind="Qwen3-Next",
+    families=("qwen3_next", "qwen3_5"),
+    shares=None,
+    scalings=("default",),
+    fixed=(),
+    qk_norm=(True,),
+    attentions=("delta", "heads"),
+    output_gate=(True,),
+    shared_experts=True,
+    needs_shared_experts=True,
+    shared_gate=(True,),
+)
 #: The blocks that have a table. Of a mixture the weights of the best experts always add up to 1: MaxText
 #: takes the softmax over the best alone, so norm_topk_prob changes nothing.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
@@ -175,6 +217,12 @@ BLOCKS = (
         {"attention_type": "mla", "routed_score_func": "sigmoid", "routed_bias": True},
     ),
     DecoderBlock("gpt_oss", _GPT_OSS, {"gpt_oss": "gpt_oss"}, maxtext_windows.SETTINGS),
+    DecoderBlock(
+        "qwen3_next",
+        _QWEN3_NEXT,
+        {"qwen3_next": "qwen3_next", "qwen3_5_moe_text": "qwen3_5"},
+        maxtext_delta.SETTINGS,
+    ),
 )
 
 
@@ -209,6 +257,8 @@ def block_of(model: Model) -> DecoderBlock:
         raise unsupported.refused("MaxText", block.says, lacking)
     if block.is_windowed and (lacking := maxtext_windows.list_lacks(model)):
         raise unsupported.refused("MaxText", block.says, lacking)
+    if block.is_delta and (lacking := maxtext_delta.list_lacks(model)):
+        raise unsupported.refused("MaxText", block.says, lacking)
     return block
 
 
@@ -233,6 +283,21 @@ def is_latent(family: str) -> bool:
 def is_windowed(family: str) -> bool:
     """Return True if the tables of a family hold layers of which every second one has a window."""
     return any(block.family == family and block.is_windowed for block in BLOCKS)
+
+
+def find_cycle(family: str, length: int | None) -> Cycle | None:
+    """Return the cycle of different layers of a family; None if all layers are alike.
+
+    Args:
+        family: the family of a table.
+        length: the number of layers in the cycle; None if it is unknown.
+    """
+    return next((block.make_cycle(length) for block in BLOCKS if block.family == family), None)
+
+
+def is_delta(family: str) -> bool:
+    """Return True if the tables of a family hold gated delta nets."""
+    return any(block.family == family and block.is_delta for block in BLOCKS)
 
 
 def names_family(config: Mapping[str, Any], family: str) -> bool:
@@ -375,6 +440,10 @@ class MaxText:
             others += some
             positions = maxtext_latent.read_max_positions(values)
             blocks = maxtext_windows.list_blocks(values, experts, evidence, grouped)
+        if block.is_delta and values:
+            rope, some = maxtext_delta.read_rope(values, found["rope.base"])
+            others += some
+            blocks = maxtext_delta.list_blocks(experts, evidence, grouped)
         if values.get("decoder_block") is None and len(block.names) > 1:
             remarks.append(_report_assumed(f"decoder_block: config.json says {block.says.kind}", "note"))
         lacking = ["max_position_embeddings"] if positions is None else []
@@ -410,6 +479,9 @@ class MaxText:
         facts |= {"attention_bias": qkv, "out_bias": out, "shared_expert": False}
         facts |= {} if mlp else {"mlp_bias": False}
         facts["qk_norm"] = block.qk_norm
+        if block.is_delta:
+            # Of these its classes have no choice.
+            facts = {key: facts[key] for key in ("tied", "attention_bias", "out_bias")}
         declared = self.config_facts
         differing = sorted(
             key for key in facts if declared is not None and declared.get(key, False) != facts[key]
@@ -472,6 +544,8 @@ class MaxText:
             findings += maxtext_latent.list_warnings(model.eps, "", file)
         elif block.is_windowed:
             out |= maxtext_windows.write(model)
+        elif block.is_delta:
+            out |= maxtext_delta.write(model)
         else:
             out |= order(interleaved, model.rope.kind == "llama3")
         if model.experts is not None:
@@ -535,7 +609,9 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
     first = "sigmoid" if block.is_windowed else "silu"
-    absent = [(key, config.get(key)) for key in _ABSENT]
+    # Of text, three positions of a token are one. source: MaxText layers/embeddings.py
+    neutral = ("use_mrope",) if block.is_delta else ()
+    absent = [(key, config.get(key)) for key in _ABSENT if key not in neutral]
     name, names = config.get("decoder_block"), list(block.names.values())
     norms = config.get("use_qk_norm")
     checks = [
@@ -545,9 +621,9 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
         ("rope_linear_scaling_factor", "1.0", linear, linear == 1),
         (
             "use_qk_norm",
-            str(block.qk_norm).lower(),
+            str(block.states_qk_norm).lower(),
             norms,
-            bool(norms) == block.qk_norm or (norms is None and block.qk_norm),
+            bool(norms) == block.states_qk_norm or (norms is None and block.qk_norm),
         ),
         ("num_experts", "1", experts, experts == 1 or block.is_mixture),
         *((key, "none", value, not value) for key, value in absent),
@@ -559,6 +635,7 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
         checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
     lacking = maxtext_latent.list_lacks_of_yml(config) if block.is_latent else []
     lacking += maxtext_windows.list_lacks_of_yml(config) if block.is_windowed else []
+    lacking += maxtext_delta.list_lacks_of_yml(config) if block.is_delta else []
     return lacking + [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
 
 
@@ -583,10 +660,10 @@ def _order_open(block: DecoderBlock) -> Finding:
     )
 
 
-def best_is_open(file: str) -> Finding:
-    """Build the warning for a yml of a mixture that cannot state how many experts a token goes through."""
+def report_unstated(key: str, file: str) -> Finding:
+    """Build the warning for a yml that cannot state a setting that decides the model."""
     return _report_assumed(
-        "num_experts_per_tok, which is 1 by default in MaxText: set it before MaxText runs with this yml",
+        f"{key}, for which MaxText has a default of its own: set it before MaxText runs with this yml",
         "warning",
     ).replace(file=file)
 

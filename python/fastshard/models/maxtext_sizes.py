@@ -10,9 +10,9 @@ from typing import Any
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding
-from . import config_json, maxtext_latent, maxtext_windows
+from . import config_json, maxtext_delta, maxtext_latent, maxtext_windows
 from .config_fields import integer, whole_number
-from .maxtext import is_latent, is_maxtext, is_mixture
+from .maxtext import is_delta, is_latent, is_maxtext, is_mixture
 from .overridden_settings import find_overridden_settings, is_config_json, read_settings
 
 
@@ -74,6 +74,8 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
     others = (
         "trainable_position_size",
         *maxtext_latent.SIZES.values(),
+        *maxtext_delta.SIZES.values(),
+        maxtext_delta.VALUES,
         "shared_experts",
         "first_num_dense_layers",
     )
@@ -95,7 +97,11 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         if family == "gpt3":
             return {}
         # A model type without a table may have been trained as one that has the same sizes.
-        return config_json.described(config, layout=config_json.layout_of(config) or f"hf.{family}")[0]
+        axes = config_json.described(config, layout=config_json.layout_of(config) or f"hf.{family}")[0]
+        if is_delta(family) and "L" in axes:
+            # MaxText has no layers that predict further tokens.
+            axes |= {"L": whole_number(config, "num_hidden_layers", 1)}
+        return axes
     have = sizes(config)
     names = {
         "H": "emb_dim",
@@ -117,6 +123,9 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
     axes.pop("S", None)
     if is_latent(family):
         return _axes_of_latent(axes, have)
+    if is_delta(family):
+        axes |= _axes_of_delta(have)
+        axes.pop("F", None)
     axes |= {"g": groups} if groups else {}
     if heads and groups:
         if heads % groups:
@@ -140,6 +149,30 @@ def _axes_of_latent(axes: dict[str, int], have: dict[str, int]) -> dict[str, int
     kept |= {axis: have[name] for axis, name in names.items() if name in have}
     shared = have.get("shared_experts")
     return kept | ({"S": shared * kept["M"]} if shared and "M" in kept else {})
+
+
+def _axes_of_delta(have: dict[str, int]) -> dict[str, int]:
+    """Return the axes of experts and gated delta nets. The shared expert is as large as the others.
+
+    source: MaxText models/qwen3.py (Qwen3NextGatedDeltaNet, Qwen3NextSparseMoeBlock)
+
+    Raises:
+        FastshardError: ``FS211`` for heads of values that the heads of keys do not divide.
+    """
+    axes = {axis: have[key] for axis, key in maxtext_delta.SIZES.items() if key in have}
+    if (size := have.get("moe_mlp_dim", have.get("mlp_dim"))) is not None:
+        axes |= {"M": size, "S": size}
+    values = have.get(maxtext_delta.VALUES)
+    if values is not None and "k" in axes:
+        if values % axes["k"]:
+            raise FastshardError.of(
+                codes.BAD_VALUE,
+                f"config: {maxtext_delta.VALUES} over {maxtext_delta.SIZES['k']}",
+                expected=f"a multiple of {axes['k']}",
+                got=str(values),
+            )
+        axes["u"] = values // axes["k"]
+    return axes
 
 
 #: Settings of the model by their names in :func:`.read_settings`, as keys of a yml.
@@ -171,7 +204,7 @@ _SETTINGS = (
     "num_experts_per_tok",
     "norm_topk_prob",
     "use_qk_norm",
-    *dict.fromkeys((*maxtext_latent.KEPT, *maxtext_windows.KEPT)),
+    *dict.fromkeys((*maxtext_latent.KEPT, *maxtext_windows.KEPT, *maxtext_delta.KEPT)),
 )
 
 

@@ -16,22 +16,25 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..layouts import nnx_names, tables
 from ..layouts.declaration import Description, Optimizer, Source
-from ..layouts.jax_train_states import Rules, place, scanned
+from ..layouts.jax_train_states import Cycle, Rules, place, stack_layers
 from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
 from ..layouts.nnx_names import NnxNames
-from ..models import config_json, maxtext, maxtext_sizes
+from ..models import config_json, maxtext, maxtext_delta, maxtext_sizes
 from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
-FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 #: Where a scan may have put the layers, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 #: A stack of layers: of all, or of one kind that has numbers of its own.
 _STACKED = re.compile(r"decoder\.(?:[a-z]+_)?layers\.")
 #: A tensor of one kind of layers: the kind, and the number where layers lie apart.
 _OF_KIND = re.compile(r"decoder\.([a-z]+)_layers(?:_(\d{1,9}))?\.")
-#: A tensor of a layer in a cycle of two: the place in the cycle of a stack, or the number of the layer.
-_OF_CYCLE = re.compile(r"decoder\.(layers\.)?layers_(\d{1,9})\.")
+#: A tensor of a layer in a cycle of different layers: the place of a stack in the cycle, or the number of the
+#: layer; and the name within the layer.
+_OF_CYCLE = re.compile(r"decoder\.(layers\.)?layers?_(\d{1,9})\.(.*)")
+#: Names within a layer that only attention with heads has, and those that only a delta net has.
+_OF_FULL, _OF_DELTA = "attention.attention.", ("attention.in_proj_", "attention.conv1d.", "attention.A_log")
 #: Tensors named in findings at most.
 _NAMED = 20
 
@@ -79,7 +82,8 @@ def describe(
     if family is None:
         source.model = Description(config=config)
         return
-    same = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == f"hf.{family}"
+    theirs = ("hf.qwen3_next", "hf.qwen3_5") if maxtext.is_delta(family) else (f"hf.{family}",)
+    same = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) in theirs
     facts = config_json.axes_and_facts(config)[1] if config and same else None
     source.model = Description(family, config, dialect=maxtext.MaxText(facts))
     source.binding.layout = f"maxtext.{family}"
@@ -93,18 +97,26 @@ def describe(
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
     layout = source.binding.layout
-    axis, unclear = _scan_axis(layout, shapes, source.binding.axes, config or {}) if stacked else (None, None)
+    length, misfit = _find_cycle_length(shapes, config or {})
+    cycle = maxtext.find_cycle(family, length)
+    if cycle is not None and misfit:
+        source.findings.append(misfit)
+    axis, unclear = (
+        _scan_axis(layout, shapes, source.binding.axes, config or {}, cycle) if stacked else (None, None)
+    )
     table = tables.table(layout)
     if maxtext.is_latent(family):
         _declare_kinds(source, shapes, axis, config or {})
-    if maxtext.is_windowed(family):
-        _declare_cycle(source, shapes, axis)
+    if cycle is not None:
+        _declare_cycle(source, shapes, axis, cycle)
     is_spelled = any(name != stored for name, stored in tree.stored.items())
     spell = tree.spell if is_spelled else None
     names = names_of(root, arrays)
-    rules = Rules(table, names, axis, _find_obstacle(tree) or unclear, spell, tree.random)
+    rules = Rules(table, names, axis, cycle, _find_obstacle(tree) or unclear, spell, tree.random)
     moments = any(MOMENT.match(name) for name in arrays)
     source.optimizer = Optimizer(moments_named=moments, rules=rules)
+    if maxtext.is_delta(family):
+        _declare_delta_sizes(source, shapes)
     # What is merged keeps every name, and needs no axis of the layers.
     source.binding.table = table.with_rules([]) if unclear else rules.whole(moments)
     source.files.values["scan_layers"] = stacked
@@ -113,11 +125,11 @@ def describe(
     _groups(source, shapes)
 
 
-def _weights(layout: str, axis: int | None) -> Table:
+def _weights(layout: str, axis: int | None, cycle: Cycle | None) -> Table:
     """Return the rules of the weights under their names below the root, stacked along the axis if given."""
     table = tables.table(layout)
     rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
-    named = [rule if axis is None else scanned(rule, axis) for rule in rules]
+    named = rules if axis is None else [one for rule in rules for one in stack_layers(rule, axis, cycle)]
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
 
 
@@ -171,9 +183,11 @@ def _family(
     source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames, config: dict[str, Any]
 ) -> str | None:
     strange: dict[str, list[str]] = {}
+    length, _ = _find_cycle_length(shapes, config)
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
-        table = _weights(f"maxtext.{family}", 0 if stacked else None)
+        cycle = maxtext.find_cycle(family, length)
+        table = _weights(f"maxtext.{family}", 0 if stacked else None, cycle)
         strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
     # Tables of one hub differ in the MLP alone. Where all of it is lost, a yml says which one is meant.
@@ -225,7 +239,7 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
         source.findings.append(
             _contradiction("decoder_block", named, " or ".join(block.names.values()), where)
         )
-    if flag(config, "use_qk_norm") is False and block.qk_norm:
+    if flag(config, "use_qk_norm") is False and block.states_qk_norm:
         source.findings.append(_contradiction("use_qk_norm", False, True, where))
     rope = maxtext.pairs_of(config, block)
     head = "decoder.logits_dense.kernel" in shapes
@@ -274,7 +288,9 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
         return
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
     for name, shape in shapes.items():
-        match = re.search(r"\.(?:self_attention|GptOssAttention)\.(query|key)\.kernel$", name)
+        match = re.search(
+            r"\.(?:self_attention|GptOssAttention|attention\.attention)\.(query|key)\.kernel$", name
+        )
         if match and len(shape) >= 3:
             heads = [n for d, n in enumerate(shape) if d != _layers_of(source, shape, name)][-2:-1]
             found[match[1]].update(heads)
@@ -319,10 +335,38 @@ def _declare_kinds(
     source.binding.axes["L"] = count
 
 
-def _declare_cycle(source: Source, shapes: Mapping[str, tuple[int, ...]], axis: int | None) -> None:
-    """Declare the places of layers in a cycle of two: as many layers as the config states, else as are there.
+def _find_cycle_length(
+    shapes: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[int | None, Finding | None]:
+    """Return the number of layers in a cycle of delta nets and attention, and a finding if a config differs.
 
-    source: MaxText models/gpt_oss.py (GptOssScannableBlock)
+    A config states it, else the layers show it. None where nothing does.
+    source: MaxText models/qwen3.py (Qwen3NextDecoderLayer)
+    """
+    full, delta = set(), set()
+    for name in shapes:
+        if (match := _OF_CYCLE.match(name)) is None:
+            continue
+        if match[3].startswith(_OF_FULL):
+            full.add(int(match[2]))
+        elif match[3].startswith(_OF_DELTA):
+            delta.add(int(match[2]))
+    seen = maxtext_delta.find_cycle(full, delta)
+    stated = maxtext_delta.read_cycle(config)
+    if stated is None:
+        return seen, None
+    if maxtext_delta.fits_cycle(stated, full, delta):
+        return stated, None
+    got = "none" if seen is None else str(seen)
+    return seen or stated, _contradiction(maxtext_delta.CYCLE, stated, got, "the config")
+
+
+def _declare_cycle(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], axis: int | None, cycle: Cycle
+) -> None:
+    """Declare the places of layers in a cycle: as many layers as the config states, else as are there.
+
+    source: MaxText models/gpt_oss.py (GptOssScannableBlock), models/qwen3.py (Qwen3NextScannableBlock)
     """
     stacks: Counter[int] = Counter()
     last: Counter[int] = Counter()
@@ -333,11 +377,40 @@ def _declare_cycle(source: Source, shapes: Mapping[str, tuple[int, ...]], axis: 
         if match[1] is None:
             last[int(match[2]) + 1] += 1
         elif axis is not None and shape:
-            stacks[2 * shape[place(len(shape) - 1, axis)]] += 1
+            stacks[cycle.length * shape[place(len(shape) - 1, axis)]] += 1
     count = source.binding.axes.get("L") or _count_layers(stacks or last, axis)
-    kinds = {f"cycle_{n}": range(n, count, 2) for n in range(2)}
-    source.binding.sets = {kind: ("L", list(layers)) for kind, layers in kinds.items()}
+    sets = cycle.list_sets(count)
+    if "main" in sets:
+        # As other tables call them: every layer has experts, and none predicts further tokens.
+        sets |= {name: ("L", list(range(count))) for name in ("moe", "main_moe")}
+        sets |= {name: ("L", []) for name in ("dense", "mtp")}
+    source.binding.sets = sets
     source.binding.axes["L"] = count
+
+
+def _declare_delta_sizes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Declare sizes of delta nets that no config states.
+
+    Shapes do not show how many heads of keys there are. With one head every extent is right, and a
+    conversion that needs the number of heads asks for the config.
+    """
+    axes = source.binding.axes
+    if "k" not in axes:
+        axes["k"] = 1
+        axes.pop("u", None)
+        axes.pop("kd", None)
+    if "kd" in axes:
+        return
+    # The convolution has all queries, as many keys, and all values, which the output projection reads.
+    widths: dict[str, Counter[int]] = {"conv1d": Counter(), "out_proj": Counter()}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".kernel").rpartition(".")[2]
+        if module in widths and shape:
+            of_layer = [n for d, n in enumerate(shape) if d != _layers_of(source, shape, name)]
+            widths[module].update(of_layer[-1:] if module == "conv1d" else of_layer[:1])
+    (every, values) = (counted.most_common(1) for counted in widths.values())
+    if every and values and every[0][0] > values[0][0]:
+        axes["kd"] = max((every[0][0] - values[0][0]) // 2 // axes["k"], 1)
 
 
 def _count_layers(found: Counter[int], axis: int | None) -> int:
@@ -348,7 +421,11 @@ def _count_layers(found: Counter[int], axis: int | None) -> int:
 
 
 def _scan_axis(
-    layout: str, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
+    layout: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    axes: dict[str, int],
+    config: dict[str, Any],
+    cycle: Cycle | None,
 ) -> tuple[int, FastshardError | None]:
     """Return the axis of the layers: as the config states it, else the one that fits all shapes."""
     declared_axis = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
@@ -361,7 +438,7 @@ def _scan_axis(
         places = tuple(place(rank - 1, axis) for rank in ranks)
         if places not in seen:
             seen.add(places)
-            wrong[axis] = _weights(layout, axis).misfits(dict(shapes), axes)
+            wrong[axis] = _weights(layout, axis, cycle).misfits(dict(shapes), axes)
     best = [axis for axis, count in wrong.items() if count == min(wrong.values())]
     if len(best) == 1 or wrong[best[0]]:
         return best[0], None

@@ -23,6 +23,8 @@ class Form:
     facts: Mapping[str, bool] = field(default_factory=dict)
     #: Facts that are others for the optimizer's state.
     state_facts: Mapping[str, bool] | None = None
+    #: Axis and positions of sets that the source does not have, by name.
+    sets: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
     #: The vocabulary is padded to a multiple of this.
     pad_multiple: int | None = None
     #: True if ranks hold chunks of whole tensors: boxes, each once.

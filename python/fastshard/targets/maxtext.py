@@ -16,9 +16,9 @@ from ..common.records import dataclass, field
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
 from ..layouts import jax_train_states, tables
 from ..layouts.declaration import Source
-from ..layouts.jax_train_states import Names, Rules
+from ..layouts.jax_train_states import Cycle, Names, Rules
 from ..layouts.maxtext_names import FILE, default_names
-from ..models import maxtext, maxtext_latent, maxtext_windows
+from ..models import maxtext, maxtext_delta, maxtext_latent, maxtext_windows
 from ..models.model import Model
 from .base import Bound, Completed, padded_rows, positive
 from .form import Form
@@ -48,6 +48,9 @@ class MaxTextTarget:
     #: The vocabulary is padded to a multiple of this, if asked for.
     multiple: int | None = None
     names: Names = field(default_factory=default_names)
+    #: The cycle of different layers, if there is one, and the number of all layers.
+    cycle: Cycle | None = None
+    layers: int = 0
 
     @classmethod
     def of(cls, source: Source, request: Request) -> MaxTextTarget:
@@ -103,7 +106,11 @@ class MaxTextTarget:
         # A checkpoint of MaxText's own keeps the names of its state.
         same = source.binding.layout is not None and source.binding.layout.startswith("maxtext.")
         names = rules.names if same and rules is not None else default_names()
-        return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
+        if rules is not None and own:
+            cycle, layers = rules.cycle, source.binding.axes.get("L", 0)
+        else:
+            cycle, layers = _find_cycle(model) if model is not None else (None, 0)
+        return cls(source, to, layout, facts, scan, optimizer, model, multiple, names, cycle, layers)
 
     def form(self) -> Form:
         """Return the form of the result, with the derived table."""
@@ -111,9 +118,11 @@ class MaxTextTarget:
             tables.table(self.layout),
             self.names,
             scan=self.scan,
+            cycle=self.cycle,
             optimizer="kept" if self.optimizer else "absent",
         )
-        return Form(self.name, derived, facts=self.facts, pad_multiple=self.multiple)
+        sets = {} if self.cycle is None else self.cycle.list_sets(self.layers)
+        return Form(self.name, derived, facts=self.facts, sets=sets, pad_multiple=self.multiple)
 
     def vocabulary(self, axes: dict[str, int]) -> int:
         """Return the number of rows of the embedding."""
@@ -270,6 +279,12 @@ def _refuse_order(block: maxtext.DecoderBlock, rope_type: str | None) -> None:
         )
 
 
+def _find_cycle(model: Model) -> tuple[Cycle | None, int]:
+    """Return the cycle of a model's layers, if they differ, and the number of its layers."""
+    layers = sum(len(block.layers or ()) for block in model.blocks)
+    return maxtext.block_of(model).make_cycle(maxtext_delta.count_layers_of_cycle(model)), layers
+
+
 def _fits(scaled: bool, wanted: bool | None) -> None:
     if scaled and wanted is False:
         raise FastshardError.of(
@@ -288,17 +303,29 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             the wrong type.
     """
     source = target.source
+    given = source.model.config or {}
+    is_own_yml = target.model is None and maxtext.is_maxtext(given)
     gpt3, latent = "fused_qkv" in target.facts, "a" in axes
     family = target.layout.removeprefix("maxtext.")
-    if maxtext.is_windowed(family) and target.scan is not None and axes["L"] % 2:
+    cycle, delta = target.cycle, maxtext.is_delta(family)
+    # Settings that decide the model and that nothing states.
+    open_: list[str] = []
+    if cycle is not None and target.scan is not None and axes["L"] % cycle.length:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "MaxText scans pairs of layers, one with a window and one without, but the number of layers is "
-            "odd",
-            expected="an even number of layers, or unstacked layers",
+            f"MaxText scans cycles of {cycle.length} different layers, but the number of layers is no "
+            f"multiple of {cycle.length}",
+            expected=f"a multiple of {cycle.length}, or unstacked layers",
             got=str(axes["L"]),
             help="write the layers unstacked",
             run=["--to maxtext:unscan"],
+        )
+    if delta and axes["S"] != axes["M"]:
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            "MaxText's shared expert is as large as each routed expert",
+            expected=str(axes["M"]),
+            got=str(axes["S"]),
         )
     # Attention over a latent has keys and values for each head.
     heads = axes["h"] if gpt3 else axes["a"] if latent else axes["g"] * axes["r"]
@@ -306,14 +333,19 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "base_emb_dim": axes["H"],
         "base_num_query_heads": heads,
         "base_num_kv_heads": heads if gpt3 or latent else axes["g"],
-        "base_mlp_dim": axes["F"],
+        **({} if delta else {"base_mlp_dim": axes["F"]}),
         "base_num_decoder_layers": axes["L"],
         **({} if latent else {"head_dim": axes["d"]}),
         "vocab_size": target.vocabulary(axes),
         "scan_layers": target.scan is not None,
         **({} if target.scan is None else {"param_scan_axis": target.scan}),
     }
-    if "E" in axes:
+    if delta:
+        if target.model is None and (is_own_yml or not given):
+            open_ += maxtext_delta.list_unstated(given)
+        has_heads = maxtext_delta.SIZES["k"] not in open_
+        out |= {"num_experts": axes["E"], **maxtext_delta.write_sizes(axes, has_heads=has_heads)}
+    elif "E" in axes:
         out |= {"base_moe_mlp_dim": axes["M"] if latent else axes["F"], "num_experts": axes["E"]}
     if latent:
         out |= {key: axes.get(axis, 0) for axis, key in maxtext_latent.SIZES.items()}
@@ -324,8 +356,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
         # optimizers
         out["opt_type"] = "adam_pax"
     findings: list[Finding] = []
-    given = source.model.config or {}
-    if target.model is None and maxtext.is_maxtext(given):
+    if is_own_yml:
         kept = (
             "decoder_block",
             "mlp_activations",
@@ -335,6 +366,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             "norm_topk_prob",
             *(maxtext_latent.KEPT if latent else ()),
             *(maxtext_windows.KEPT if maxtext.is_windowed(family) else ()),
+            *(maxtext_delta.KEPT if delta else ()),
         )
         out |= {key: given[key] for key in kept if given.get(key) is not None}
     if gpt3:
@@ -351,12 +383,15 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     out["logits_via_embedding"] = tied
     if target.model is None:
         block = _block(source)
-        if len(block.names) == 1:
+        if len(block.names) == 1 or delta:
             out = {"decoder_block": next(iter(block.names.values())), **block.settings} | out
+        if delta and cycle is not None:
+            out[maxtext_delta.CYCLE] = cycle.length
         if block.is_mixture:
             best = given.get("num_experts_per_tok")
             out |= {} if best is None else {"num_experts_per_tok": best}
-            findings += [maxtext.best_is_open(FILE)] if best is None else []
+            open_ += ["num_experts_per_tok"] if best is None else []
+            findings += [maxtext.report_unstated(key, FILE) for key in open_]
         rope = maxtext.pairs_of(given, block)
         if rope is not None and not block.has_one_order:
             out |= maxtext.order(target.facts["interleaved"], rope.scaled)
