@@ -111,7 +111,7 @@ REMOVED = {
     "also remove this run, although it could be continued",
     "remove what interrupted runs left behind",
     "list what would be removed, and remove nothing",
-    "start afresh: remove the folder, and run again without --resume",
+    "remove the directory, and run again without --resume",
 }
 
 

@@ -57,7 +57,7 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
     show("INF", lambda s: f"{s.inf:,}", any(s.inf for s in stats))
     show(_HISTOGRAM, lambda s: sparkline(s.histogram, heights), wide)
     slabs = any(s.zero_slabs for s in stats)
-    show("ZERO SLABS", lambda s: "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs), slabs)
+    show("ZERO BLOCKS", lambda s: "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs), slabs)
     rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     header, *lines = table(rows, indent="", right=_FIGURES).splitlines()
     red = (paint(line, "bad") if is_broken(s) else line for s, line in zip(stats, lines, strict=True))

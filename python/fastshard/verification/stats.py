@@ -177,7 +177,7 @@ class Stats(dict[str, TensorStats]):
             )
             for name, s in self.items()
         )
-        head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero slabs")
+        head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero blocks")
         return notebook_html.table(f"statistics of {len(self)} tensors", head, rows, len(self))
 
 

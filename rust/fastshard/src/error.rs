@@ -493,7 +493,7 @@ pub(crate) fn without_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         Err(Finding::new(codes::INTERNAL, format!("a worker panicked: {text}"))
-            .help("report this defect of fastshard with what was printed")
+            .help("report this bug of fastshard with the output")
             .into())
     })
 }

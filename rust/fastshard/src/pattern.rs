@@ -67,7 +67,9 @@ impl Budget {
         }
         let finding = Finding::new(codes::UNSUPPORTED, "matching the patterns of this file takes too long")
             .expected(format_args!("at most {} steps for all of them", self.most), shown(pattern))
-            .help("name the modules, or shorten the pattern shown: repetitions and alternatives within others take longest");
+            .help(
+                "name the modules, or shorten the pattern: nested repetitions and alternatives take longest",
+            );
         Err(finding.file(&self.file).into())
     }
 

@@ -508,7 +508,7 @@ impl SourceFile {
             .severity(Severity::Warning)
             .file(&self.path)
             .expected("the change time of the start", "a newer one")
-            .help("run again if it was written to and its time set back; changed permissions or links do no harm");
+            .help("run again if something wrote to it and set its time back; changed permissions or links do no harm");
         Ok(Some(finding))
     }
 

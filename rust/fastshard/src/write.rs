@@ -115,6 +115,6 @@ fn stale_finding(out: &Path, name: &str) -> Finding {
     )
     .severity(Severity::Warning)
     .file(out.join(name))
-    .help("replace it to have it as it is now")
+    .help("replace the old result to write it again")
     .run("--overwrite")
 }

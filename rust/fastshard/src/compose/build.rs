@@ -333,7 +333,7 @@ impl<'a> Builder<'a> {
         Err(Finding::new(codes::UNSUPPORTED, what)
             .file(&unit(ids[0]).file)
             .tensor(&first.name)
-            .help("describe the tensor otherwise in a layout of your own; each rank's term would count more than once")
+            .help("correct the rule in your layout: each rank's term would count more than once")
             .into())
     }
 }

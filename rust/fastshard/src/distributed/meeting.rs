@@ -350,7 +350,8 @@ impl Meeting {
         self.wait(
             go_on,
             |own, others| {
-                let agreeing = others.values().filter(|heard| heard.card.plan == own.plan && is_seen(own, heard));
+                let agreeing =
+                    others.values().filter(|heard| heard.card.plan == own.plan && is_seen(own, heard));
                 (agreeing.count() + 1 == world).then_some(())
             },
             |own, others, _| {
@@ -365,7 +366,9 @@ impl Meeting {
                         "this rank comes to another plan than rank 0",
                     )
                     .rank(format!("rank {}", heard.card.rank))
-                    .help("see that rank's own message, which says what differs: the sources as it sees them, or their headers");
+                    .help(
+                        "read the output of that rank: it states whether its sources differ or their headers",
+                    );
                     finding.host = Some(heard.card.process.host.clone());
                     vec![finding]
                 };

@@ -177,7 +177,7 @@ impl Member {
             "another process has taken this run over: nothing that this one writes is used any more",
         )
         .file(self.folder.path())
-        .help("look at the output of the other one, and continue the run once it has ended")
+        .help("check the output of the other run, and continue this one when it has ended")
         .run("--resume")
         .into()
     }

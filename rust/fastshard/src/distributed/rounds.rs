@@ -157,7 +157,7 @@ impl Shared {
             Finding::new(codes::NO_SUCH_PATH, "the run is missing")
                 .file(&path)
                 .help(format!(
-                    "use the disk, the sources and the options that it was begun with, unless it has ended; this is {}",
+                    "use the disk, the sources and the options with which the run started, unless it has ended; this is {}",
                     mounts::describe_storage(place.base.path())
                 ))
         };
@@ -191,7 +191,7 @@ impl Shared {
                     "the run where it was begun",
                     format!("nothing of it on {}", mounts::describe_storage(place.base.path())),
                 )
-                .help("use a host that sees the disk where it was begun, unless it has ended")
+                .help("use a host that sees the disk on which the run started, unless the run has ended")
         };
         if nonce.len() < 8 {
             return Err(Finding::new(codes::USAGE, "a run is called by 8 digits at least")
@@ -332,7 +332,7 @@ impl Shared {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(Finding::new(codes::LOCKED, "another process is taking this run over")
                     .file(self.folder.path())
-                    .help("look at its output; one is enough")
+                    .help("check its output; one such process is enough")
                     .into())
             }
             file => file.at(&path, "cannot create")?,
@@ -382,7 +382,7 @@ impl Shared {
         }
         Err(Finding::new(codes::LOCKED, "another process is publishing this run")
             .file(self.folder.path())
-            .help("look at its output; if it is gone, put the result in place")
+            .help("check its output; if that process is gone, put the result in place")
             .run("--resume")
             .into())
     }
@@ -405,7 +405,7 @@ impl Shared {
         }
         Err(Finding::new(codes::LOCKED, "another process has taken this run over")
             .file(self.folder.path())
-            .help("look at its output; one is enough")
+            .help("check its output; one such process is enough")
             .into())
     }
 
@@ -443,7 +443,7 @@ impl Shared {
                 .file(self.folder.path())
                 .rank(format!("rank {part}"))
                 .expected("one process for each part", other.process.describe())
-                .help("start each process with a separate rank; one that is gone is replaced once it shows no sign of life")
+                .help("start each process with its own rank; a rank that died can be started again once it shows no sign of life")
                 .into());
         }
         Member::begin(&self.folder, &round.nonce, &who, &patience.clock).map(Joined::Member)
@@ -476,13 +476,13 @@ impl Shared {
 fn unreadable(path: &Path, error: &serde_json::Error) -> Error {
     Finding::new(codes::LEFTOVER_RUN, format!("what is written of the run cannot be read ({error})"))
         .file(path)
-        .help("start afresh by removing the staging folder")
+        .help("remove the staging directory and start again")
         .into()
 }
 
 fn other(folder: &Dir, what: &str) -> Error {
     Finding::new(codes::LEFTOVER_RUN, format!("the staging folder holds another run: {what}"))
         .file(folder.path())
-        .help("begin the run once more, and pass its parts the id that this prints")
+        .help("start the run again, and pass the printed id to its parts")
         .into()
 }

@@ -340,9 +340,7 @@ impl Run<'_> {
         .tensor(&output.name)
         .count(named.len() as u64)
         .expected(format!("other values in {stack}{other}"), format!("those of {stack}{first}"))
-        .help(
-            "copy the file of the one that is wrong again; if they are equal on purpose, ignore the warning",
-        )
+        .help("copy the wrong file again; if the two are equal on purpose, ignore the warning")
         .run("--ignore FS304");
         if let Some(&stored) = output.parts.iter().find_map(|part| part.sources.first()) {
             finding = place(self.plan, stored, finding);

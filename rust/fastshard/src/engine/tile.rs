@@ -437,7 +437,7 @@ impl Piece<'_> {
             Finding::new(codes::BAD_VALUE, format!("a number that {to} does not hold"))
                 .tensor(&self.output.name)
                 .expected(format!("the target's counter, {to}"), format!("{number} as {from}"))
-                .help("look at the counter in the source; it is damaged or counts something else than steps")
+                .help("check the counter in the source: it is damaged, or it does not count steps")
                 .into()
         })
     }

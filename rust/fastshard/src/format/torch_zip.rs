@@ -114,7 +114,7 @@ pub fn legacy_refusal(file: &SourceFile) -> Error {
         "a torch file of the format before torch 1.6, which is not a zip archive",
     )
     .file(file.path())
-    .help("save it again under torch >= 1.6: `torch.save(torch.load(f, weights_only=True), f)`")
+    .help("save it again with torch >= 1.6: `torch.save(torch.load(f, weights_only=True), f)`")
     .into()
 }
 

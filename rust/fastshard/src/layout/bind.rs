@@ -319,7 +319,7 @@ pub fn check_shape(
                             slice.shards * got,
                             padding(want, got, slice.shards)
                         ))
-                        .help("copy the file from the original checkpoint, merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
+                        .help("copy the file from the original checkpoint; or merge the slices of all ranks, as tp_rank_00.safetensors, tp_rank_01.safetensors, ... in one directory with config.json; or save again with a version of the framework that gathers this tensor"),
                 );
             }
         }

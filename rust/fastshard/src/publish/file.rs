@@ -98,7 +98,7 @@ impl OutFile {
         Err(Finding::new(codes::WRITTEN_DIFFERS, "a file of the result has another size than it was made with")
             .file(&path)
             .expected(format!("{size} bytes"), len)
-            .help("check what else writes to the staging folder, or whether the destination is the storage it seems to be")
+            .help("check what else writes to the staging directory, and whether the destination is the storage that you expect")
             .into())
     }
 

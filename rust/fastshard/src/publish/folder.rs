@@ -64,7 +64,7 @@ pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Findin
             format!("owner {}, writable by nobody else", probe_meta.st_uid),
             format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
         )
-        .help("look at it, have it removed, or choose a destination in a directory of your own; somebody else made or opened it")))
+        .help("somebody else made or opened it: check it and remove it, or choose a destination in your own directory")))
 }
 
 /// True for the name of an entry that holds what becomes the result: in a run of several processes it has the name of

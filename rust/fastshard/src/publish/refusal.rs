@@ -53,7 +53,7 @@ impl Place {
         if !overwrite {
             return Ok(Some(
                 finding
-                    .help("choose another destination, or replace it if it holds an older result of fastshard and nothing else")
+                    .help("choose another destination, or replace it if it holds only an older result of fastshard")
                     .run("--overwrite"),
             ));
         }

@@ -26,7 +26,7 @@ fn conflict(place: &Place, got: Option<String>) -> Error {
         Finding::new(codes::PUBLISH_CONFLICT, "the destination changed while the result was written")
             .file(&place.out)
             .help(format!(
-                "move what is in the way, then continue the run; the result is kept in {}",
+                "move the files that are in the way, then continue the run; the result is kept in {}",
                 place.folder_path().display()
             ))
             .run("--resume");
@@ -41,7 +41,7 @@ pub(super) fn in_steps(place: &Place) -> Finding {
         "a lower layer of overlayfs has the destination: it is replaced file by file",
     )
     .file(&place.out)
-    .help("let nobody read it meanwhile; a new destination appears in one step")
+    .help("stop readers until the command ends, or choose a new destination, which appears in one step")
 }
 
 /// A run whose staging folder is held and locked.

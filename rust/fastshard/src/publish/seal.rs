@@ -229,7 +229,7 @@ pub(super) fn subdirectory(folder: &Dir, name: &str) -> Result<Option<Dir>> {
 fn unclear(folder: &Dir, why: &str) -> Error {
     Finding::new(codes::LEFTOVER_RUN, format!("an interrupted publishing cannot be continued: {why}"))
         .file(folder.path())
-        .help("look at the destination and into the folder, which may hold what was there before; then remove it and run again")
+        .help("check the destination and the directory, which may hold the previous files; then remove it and run again")
         .into()
 }
 

@@ -520,7 +520,7 @@ fn not_tiled(shape: &[u64], boxes: &[(Vec<u64>, Vec<u64>)], covered: u64) -> Opt
             format!("{} of {total} elements are missing: no chunk covers them", total - covered),
         )
         .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
-        .help("use another step; a rank's part was not saved, or the metadata was written before all ranks were done"),
+        .help("use another step: a rank's part was not saved, or the metadata was written before all ranks had saved"),
     )
 }
 

@@ -154,5 +154,5 @@ fn missing(name: &str) -> Finding {
 fn in_pieces(tensor: &StoredTensor) -> Finding {
     Finding::new(codes::UNSUPPORTED, "codes or scales whose elements do not lie one after another")
         .tensor(&tensor.name)
-        .help("merge the checkpoint without --dtype first, and give the result its values then")
+        .help("merge the checkpoint without --dtype first, then convert the result")
 }

@@ -73,7 +73,7 @@ pub(crate) fn non_finite(words: &Words, name: &str, shape: &[u64], count: u64, i
     let mut finding = Finding::new(codes::NON_FINITE, "NaN or infinite elements")
         .tensor(name)
         .expected("0", count)
-        .help("use an earlier step, or take the values as they are")
+        .help("use an earlier step, or accept the values")
         .run("--accept non-finite");
     if words.is_buffer(name, shape.len()) {
         finding.severity = Severity::Note;

@@ -84,6 +84,6 @@ pub fn entry(root: &Path, name: &str) -> Result<ManifestFile> {
 
 fn changed(file: &ManifestFile, what: &str) -> Finding {
     Finding::new(codes::HASH, what).file(&file.name).help(
-        "restore it from a good copy; if it was changed on purpose, `fastshard manifest` takes note of it",
+        "restore it from a good copy; if it was changed on purpose, record the new content with `fastshard manifest`",
     )
 }

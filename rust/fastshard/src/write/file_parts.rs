@@ -231,7 +231,7 @@ impl MadeFiles {
                 )
                 .file(&file.name)
                 .expected(recorded.clone(), file.digest().unwrap_or_default())
-                .help("run again: what the interrupted run has stored is gone")
+                .help("run again: the files of the interrupted run are gone")
                 .into());
             }
         }

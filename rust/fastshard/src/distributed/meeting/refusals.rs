@@ -27,7 +27,7 @@ impl Meeting {
                     .file(self.table.folder.path())
                     .rank(format!("rank {rank}"))
                     .expected(format!("{} ranks on one storage", self.about.world), seen.join(", "))
-                    .help("look at what that rank says: it was not started, or its host has a separate disk at this path; `fastshard check-storage` with the same ranks finds it before the work");
+                    .help("check the output of that rank: it was not started, or its host has a separate disk at this path; `fastshard check-storage` with the same ranks finds that before the work");
             finding.host = self.about.hosts.get(rank as usize).cloned();
             finding
         };

@@ -262,7 +262,7 @@ pub(super) fn taken(other: &Card) -> Error {
     Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
         .rank(format!("rank {}", other.rank))
         .expected("one process for each rank", other.process.describe())
-        .help("start each process with a separate rank; one that was restarted takes its rank over once the first is gone")
+        .help("start each process with its own rank; a restarted process takes over its rank when the first one is gone")
         .into()
 }
 
@@ -272,7 +272,7 @@ fn taken_away(own: &Card, folder: &Path) -> Error {
         Finding::new(codes::PART_MISSING, "the other ranks have ended, before this one had read how")
             .file(folder)
             .rank(format!("rank {}", own.rank))
-            .help("look at the output of rank 0; --resume continues");
+            .help("check the output of rank 0, then continue with --resume");
     finding.host = Some(own.process.host.clone());
     finding.into()
 }

@@ -225,7 +225,7 @@ impl Storages<'_> {
                 format!("{} bytes, or up to {REPEATS} times as many", blob.len),
                 format!("{logical} bytes"),
             )
-            .help("do not use this file; a kilobyte cannot be a tensor of this size")
+            .help("do not use this file: a kilobyte cannot describe a tensor of this size")
             .into());
         }
         Ok(FileTensor {
