@@ -246,7 +246,7 @@ def test_tensors_chosen_that_one_side_lacks(tmp_path: Path) -> None:
         assert cli("diff", *pair, "--include", include[0]).code == bool(wanted)
     assert [(f.tensor, f.kind) for f in fastshard.diff(*pair, exclude=iter(["both*"]))] == [one, two]
     ran = cli("diff", *pair, "--include", "neither")
-    assert ran.code == 2 and ran.having("FS515", message="nothing behind"), ran.out
+    assert ran.code == 2 and ran.having("FS515", message="nothing is left"), ran.out
     # Layouts without common names are seen as Hugging Face's, which is what the patterns are about.
     fastshard.convert(NEOX, tmp_path / "hf", memory=MEMORY)
     assert fastshard.diff(NEOX, tmp_path / "hf", include=["embed_out*"], memory=MEMORY) == []

@@ -194,7 +194,7 @@ def test_manifest_is_written_to_a_file_only(kind: str, tmp_path: Path) -> None:
     before = (path.lstat().st_mode, path.lstat().st_ino)
     ran = bounded("manifest", TP4, "-o", path)
     assert ran.code == 2 and ran.having(
-        "FS515", message="a folder" if kind == "directory" else "not a regular file"
+        "FS515", message="a directory, not a file" if kind == "directory" else "not a regular file"
     ), ran.out
     assert (path.lstat().st_mode, path.lstat().st_ino) == before and [p.name for p in tmp_path.iterdir()] == [
         "m.json"
