@@ -176,7 +176,7 @@ def test_the_names_of_another_family_are_refused(tmp_path: Path) -> None:
     }
     (source / "config.json").write_text(json.dumps(config))
     for verb, ran in run_all(source, tmp_path).items():
-        assert errors(ran) == ["FS119"] and "0 are there" in ran.errors[0]["message"], (verb, ran.out)
+        assert errors(ran) == ["FS119"] and "finds 0 of its" in ran.errors[0]["message"], (verb, ran.out)
 
 
 def test_a_model_without_the_head_of_its_class(tmp_path: Path) -> None:

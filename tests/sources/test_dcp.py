@@ -94,7 +94,7 @@ def test_a_model_below_a_prefix_is_converted_without_the_optimizer(tmp_path: Pat
     assert_refused(FSDP, tmp_path / "refused", "FS207", command=command, tensor="extra.uneven")
     ran = cli("convert", FSDP, tmp_path / "out", "--to", "hf", *config, "--exclude", "extra.*")
     assert ran.code == 0, ran.out
-    assert ran.having("FS212", message="below 'model.'")
+    assert ran.having("FS212", message="under 'model.'")
     wanted = {
         name.removeprefix("model."): value
         for name, value in expected(FSDP).items()

@@ -206,7 +206,7 @@ def test_state_beside_a_model_does_not_hide_where_it_begins(tmp_path: Path) -> N
     dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
     config_at(tmp_path / "run", of)
     ran = cli("convert", tmp_path / "run", tmp_path / "out", "--to", "hf")
-    assert ran.code == 0 and ran.having("FS212", message="below 'model.'", tensor="step"), ran.findings
+    assert ran.code == 0 and ran.having("FS212", message="under 'model.'", tensor="step"), ran.findings
     got = loaded(tmp_path / "out", of).state_dict()
     assert all(torch.equal(got[n], tensor) for n, tensor in of.state_dict().items())
 
