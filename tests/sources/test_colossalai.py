@@ -337,7 +337,7 @@ def test_a_moment_that_does_not_fit_its_parameter(run: Path, tmp_path: Path) -> 
     ran = assert_refused(run, tmp_path / "out", "FS201", options=("--optimizer",), file=file.name)
     (finding,) = ran.having("FS201")
     assert finding["tensor"] == "model.layers.0.self_attn.k_proj.weight"
-    assert finding["message"] == "exp_avg of parameter 2 and the parameter"
+    assert finding["message"] == "exp_avg of parameter 2 and the parameter differ in shape"
     assert cli("merge", run, tmp_path / "out").code == 0, "the parameters alone are whole"
 
 
