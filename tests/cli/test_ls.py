@@ -17,7 +17,7 @@ import pytest
 import torch
 from fastshard.models.tensor_roles import order_in_layer, order_of
 from helpers import FIXTURES, NEOX, STEP, cli, copy, layer_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 LLAMA = FIXTURES / "gpt_neox/llama_gqa_pp_tp2"
 
@@ -174,6 +174,35 @@ def test_what_is_longer_than_the_screen_goes_to_the_pager(tmp_path: Path) -> Non
     for none in ([*command, "--no-pager"], [*command, "--limit", "3"]):
         assert "paged" not in on_terminal(none, PAGER=str(pager))
     assert "word_embeddings" in on_terminal(command, PAGER="no-such-pager")
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "diff"])
+def test_tables_leave_out_columns_that_a_narrow_terminal_has_no_room_for(
+    command: str, tmp_path: Path
+) -> None:
+    for name, seed in (("model", "0"), ("other", "1")):
+        made = [sys.executable, "-m", "fastshard.examples", "gpt_neox", str(tmp_path / name)]
+        subprocess.run(made, check=True, capture_output=True)
+        if seed == "1":
+            file = next((tmp_path / name).glob("*.safetensors"))
+            tensors = {key: tensor * 1.5 for key, tensor in load_file(file).items()}
+            save_file(tensors, file, metadata={"format": "pt"})
+    others = [str(tmp_path / "other")] if command == "diff" else []
+    pager = ["--no-pager"] if command == "ls" else []
+    words = [sys.executable, "-m", "fastshard", command, str(tmp_path / "model"), *others, *pager]
+
+    def longest(columns: int) -> tuple[int, str]:
+        shown = on_terminal(words, COLUMNS=str(columns), NO_COLOR="1", TERM="dumb").replace("\r", "")
+        rows = [line for line in shown.splitlines() if line.startswith(("TENSOR", "gpt_neox.", "..."))]
+        assert len(rows) > 10, shown
+        return max(map(len, rows)), rows[0]
+
+    width, header = longest(200)
+    narrow, fewer = longest(80)
+    assert width > 80 >= narrow, (width, narrow)
+    assert set(fewer.split()) < set(header.split())
+    # What says most stays.
+    assert {"ls": "SHAPE", "stats": "NaN", "diff": "MAX"}[command] in fewer
 
 
 @pytest.mark.parametrize(

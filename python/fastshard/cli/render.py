@@ -128,18 +128,50 @@ def alike(findings: Iterable[Finding]) -> Iterable[Group]:
     return found.values()
 
 
-def table(rows: Sequence[tuple[str, ...]], indent: str = "  ", right: Collection[str] = ()) -> str:
-    """Pad columns to their widest cell; those whose first cell is in ``right`` are right-aligned."""
+def table(
+    rows: Sequence[tuple[str, ...]],
+    indent: str = "  ",
+    right: Collection[str] = (),
+    drop: Sequence[str] = (),
+) -> str:
+    """Pad columns to their widest cell.
+
+    Args:
+        rows: the cells, of the header first.
+        indent: text before each row.
+        right: headers of columns that are aligned at the right.
+        drop: headers of columns that are left out where the terminal is too narrow, the first ones first.
+    """
     rows = [tuple(printable(cell) for cell in row) for row in rows]
     if not rows:
         return ""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if drop and sys.stdout.isatty():
+        rows = _fit_columns(rows, _columns() - len(indent), drop)
+    widths = _column_widths(rows)
     pads = [str.rjust if title in right else str.ljust for title in rows[0]]
     return "\n".join(
         indent
         + "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _column_widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+
+def _fit_columns(
+    rows: Sequence[tuple[str, ...]], width: int, drop: Sequence[str]
+) -> Sequence[tuple[str, ...]]:
+    """Leave out columns until the rows fit into a width, or none of those may be left out any more."""
+    for title in drop:
+        widths = _column_widths(rows)
+        if sum(widths) + 2 * (len(widths) - 1) <= width:
+            break
+        if title in rows[0]:
+            at = rows[0].index(title)
+            rows = [row[:at] + row[at + 1 :] for row in rows]
+    return rows
 
 
 def _columns() -> int:

@@ -20,6 +20,8 @@ _HEIGHTS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
 _BINS_PER_CELL = 2
 #: Characters of a name in a narrow table; of a longer one the middle is left out.
 _LONGEST = 200
+#: Columns that a narrow terminal leaves out, the first ones first: never those of broken values.
+_DROPPED = (_HISTOGRAM, "MEAN", "DTYPE", "MIN", "MAX", "STD")
 #: Columns that end at the right: figures.
 _FIGURES = ("MIN", "MAX", "MEAN", "STD", "ZERO", "NaN", "INF")
 
@@ -59,7 +61,7 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
     slabs = any(s.zero_slabs for s in stats)
     show("ZERO BLOCKS", lambda s: "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs), slabs)
     rows = [tuple(columns), *zip(*columns.values(), strict=True)]
-    header, *lines = table(rows, indent="", right=_FIGURES).splitlines()
+    header, *lines = table(rows, indent="", right=_FIGURES, drop=_DROPPED).splitlines()
     red = (paint(line, "bad") if is_broken(s) else line for s, line in zip(stats, lines, strict=True))
     return "\n".join([header, *red])
 

@@ -86,7 +86,7 @@ def _table(differences: Differences, verbose: int) -> str:
     ordered = sorted(differences, key=lambda d: (d.kind in ("values", "dtype"), -(d.relative or d.largest)))
     shown = ordered if verbose else ordered[:_SHOWN]
     rows = [("TENSOR", "WHAT", "CHANGED", "MAX DIFF", "REL DIFF", "COSINE"), *map(_row, shown)]
-    lines = table(rows, indent="").splitlines()
+    lines = table(rows, indent="", drop=("COSINE", "CHANGED", "REL DIFF")).splitlines()
     zeros = [[f"  {note}" for note in (d.not_numbers, d.zeros) if note] for d in shown]
     below = [line for row, more in zip(lines[1:], zeros, strict=True) for line in (row, *more)]
     left = len(ordered) - len(shown)

@@ -141,7 +141,12 @@ def _table(rows: Sequence[TensorRow]) -> str:
         header.append("VALUES")
         for row, line in zip(rows, cells, strict=True):
             line.append("" if row.weight is None else str(row.weight))
-    return table(list(map(tuple, (header, *cells))), indent="", right=("SIZE", "SHARDS"))
+    return table(
+        list(map(tuple, (header, *cells))),
+        indent="",
+        right=("SIZE", "SHARDS"),
+        drop=("SHARDS", "SIZE", "DTYPE"),
+    )
 
 
 def _format_csv(rows: Sequence[TensorRow]) -> str:
