@@ -314,7 +314,7 @@ class Placing(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "Hugging Face: draft a model card (README.md) if the checkpoint has none (default: yes)",
+            "Hugging Face: draft a model card (README.md) if none is copied (default: yes)",
             True,
         ),
     ]

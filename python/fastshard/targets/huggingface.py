@@ -73,9 +73,9 @@ class HfTarget(Target):
         """
         made = cls._of(source)
         if request is not None and request[CARD]:
-            from .model_card import has_card
+            from .model_card import is_copied
 
-            made.card = not has_card(source)
+            made.card = not is_copied(source)
         return made
 
     @classmethod
@@ -175,7 +175,7 @@ class HfTarget(Target):
             return {}
         from .model_card import CARD_NAME, drafted
 
-        return {CARD_NAME: drafted(self.source, config, bound)}
+        return {CARD_NAME: drafted(self.source, config, bound, is_described=not self.keeps_names)}
 
 
 def model_of(source: Source, what: str) -> Model:
