@@ -23,6 +23,8 @@ ROOT = Path(__file__).parent.parent
 _EXITS = {1: "1, a problem", 2: "2, could not run", 3: "3, incomplete"}
 #: Columns of an example.
 _WIDTH = 80
+#: So that an example is the same on each machine; pages do not show them.
+_FLAGS = "--no-settings --memory 4GiB --progress none"
 
 
 def page(code: str) -> str:
@@ -93,11 +95,11 @@ def _printed(words: list[str], folder: str) -> str:
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            main([*words, "--no-settings", "--memory", "4GiB", "--progress", "none"])
+            main([*words, *_FLAGS.split()])
     finally:
         os.chdir(here)
         if columns is None:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = columns
-    return out.getvalue()
+    return out.getvalue().replace(f" {_FLAGS}", "")

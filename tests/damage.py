@@ -9,6 +9,7 @@ import json
 import pickle
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -198,6 +199,41 @@ def unwritten(name: str) -> Damage:
             file.truncate(8 + len(header) + (2 << 30))
 
     return damage
+
+
+def rezipped(name: str, member: str, change: Callable[[bytes], bytes]) -> Damage:
+    """A torch file of which the archive is good, and what one of its members holds is changed."""
+
+    def damage(root: Path) -> None:
+        with zipfile.ZipFile(root / name) as file:
+            held = {one: file.read(one) for one in file.namelist()}
+        with zipfile.ZipFile(root / name, "w") as file:
+            for one, data in held.items():
+                file.writestr(one, change(data) if one.endswith(member) else data)
+
+    return damage
+
+
+def replaced(name: str, old: bytes, new: bytes) -> Damage:
+    """Bytes of a file, changed where they occur first."""
+    return lambda root: (root / name).write_bytes((root / name).read_bytes().replace(old, new, 1))
+
+
+def linked(name: str) -> Damage:
+    """A file that is a link to where it was moved, beside the checkpoint."""
+
+    def damage(root: Path) -> None:
+        (root / name).rename(root.with_name(name))
+        (root / name).symlink_to(f"../{name}")
+
+    return damage
+
+
+def interrupted(root: Path) -> None:
+    """A run whose parts were never made."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        words = ["split", str(root), str(root.with_name("out")), "--parts", "2", "--emit", "shell"]
+        assert main([*words, "--no-settings", "--memory", "4GiB"]) == 0
 
 
 def none(root: Path) -> None:
@@ -429,6 +465,22 @@ EXAMPLES: dict[str, Example] = {
         ),
         "verify run",
     ),
+    # What stops a run, as far as it happens without another process, a signal, a full disk or other rights.
+    "FS501": Example("model", HF, none, "verify modle"),
+    "FS504": Example(
+        "model", HF, in_turn(second(".", "../out"), lost("../out/*.safetensors")), "merge model out"
+    ),
+    "FS505": Example("model", HF, none, "convert model model/out --to hf"),
+    "FS507": Example("model", HF, beside("notes.txt", "mine"), "merge model notes.txt/out"),
+    "FS508": Example("model", HF, interrupted, "merge model out"),
+    "FS513": Example("model", HF, lost("*"), "verify model"),
+    "FS514": Example("run", PAXML, none, "convert run out --to hf"),
+    "FS515": Example("model", HF, none, f"trace model {UP.removesuffix('.weight')}"),
+    "FS518": Example("model", HF, in_turn(recorded, says("fastshard.manifest.json", "{")), "verify model"),
+    "FS601": Example("model", HF, replaced(SHARD.format(4), b"{", b"["), "verify model"),
+    "FS602": Example("run", NEOX, rezipped(LAYER_3, "data.pkl", lambda data: data[:500]), "verify run"),
+    "FS603": Example("model", HF, linked(SHARD.format(4)), "verify model"),
+    "FS604": Example("run", NEOX, replaced(LAYER_3, b"PK\x01\x02", b"PK\x00\x00"), "verify run"),
 }
 
 
