@@ -65,6 +65,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_env(env: Any, config: MkDocsConfig, files: Files) -> Any:
+    """Adds llms.txt, now that the pages' contents are known."""
+    from mkdocs.structure.files import File
+
+    # Not at the top: mkdocs restores the path of modules after it has loaded this one.
+    sys.path.insert(0, str(ROOT / "docs"))
+    import llms
+
+    home = files.src_uris["index.md"].page
+    assert home is not None
+    files.append(File.generated(config, "llms.txt", content=llms.made(home, config)))
+    return env
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links to files of the repository become links to their pages, or plain text where they have none."""
     beside = {to: source for source, to in BESIDE.items()}

@@ -139,6 +139,19 @@ def test_everything_is_in_the_navigation(pages: dict[str, Html]) -> None:
     assert set(pages) - reached == {"project/blocks"}
 
 
+def test_llms_txt_names_every_page_and_has_no_dead_link(site: Path, pages: dict[str, Html]) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# fastshard\n\n> Merge, convert and verify the shards")
+    site_url = "https://fastshard.github.io/fastshard/"
+    entry = re.compile(rf"^- \[[^\]]+\]\({re.escape(site_url)}([^)#]*)\)(?:: (.+))?$", re.MULTILINE)
+    named = dict(entry.findall(text))
+    lines = [line for line in text.splitlines()[3:] if line and not line.startswith("## ")]
+    assert len(lines) == len(named) and all((site / path / "index.html").is_file() for path in named)
+    assert {os.path.normpath(path) for path in named} == in_nav(pages)
+    guides = [path for path in named if path.startswith("guides/")]
+    assert len(guides) > 20 and all(len(named[path].split()) > 3 for path in guides)
+
+
 def test_every_code_is_on_the_page_of_findings(pages: dict[str, Html]) -> None:
     assert not [code for code in CODES if code not in pages["findings"].text]
     assert not set(CODES) - pages["findings"].ids
