@@ -12,6 +12,8 @@ import fastshard
 import numpy as np
 import pytest
 from fastshard.checkpoint.box_text import meets, of_flat, slices, strides
+from fastshard.checkpoint.head_text import heads
+from fastshard.cli.render import Tree, tree
 from fastshard.common.dtypes import numpy_dtype
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, edit_safetensors, layer_file
 from hypothesis import given
@@ -117,12 +119,110 @@ def test_the_command_tells_it_as_a_tree() -> None:
     text = cli("trace", NEOX, name, "--to", "hf", "--hash", json_output=False)
     lines = text.out.splitlines()
     assert text.code == 0 and lines[0] == f"{name}  BF16 [96, 32]"
-    assert (
-        "│  └─ tp 0: 3.attention.query_key_value.weight[2 runs of 8 every 24 from 0, :] of BF16 [48, 32]"
-        in lines
-    )
+    at = lines.index("│  └─ tp 0: 3.attention.query_key_value.weight of BF16 [48, 32]")
+    assert lines[at + 1] == "│     ├─ q in each of 2 heads: rows 0-7 of each 24"
     document = cli("trace", NEOX, name, "--to", "hf", "--hash").doc
     assert f"BLAKE3 {document['blake3']}" in text.out
+
+
+@pytest.mark.parametrize(
+    ("source", "part", "stored", "words"),
+    [
+        (
+            "legacy",
+            "q",
+            "weight of BF16 [64, 64]",
+            "heads 0-1 of q in each of 2 groups: rows 0-15 of each 32",
+        ),
+        ("legacy", "k", "weight of BF16 [64, 64]", "k in each of 2 groups: rows 16-23 of each 32"),
+        ("legacy", "v", "weight of BF16 [64, 64]", "v in each of 2 groups: rows 24-31 of each 32"),
+        (
+            "torch_dist",
+            "v",
+            "weight[1, 4 runs of 8 every 32 from 24, :] of BF16 [4, 128, 64]",
+            "v in each of 4 groups: rows 24-31 of each 32",
+        ),
+    ],
+)
+def test_heads_of_a_fused_tensor_are_in_words(source: str, part: str, stored: str, words: str) -> None:
+    ckpt = FIXTURES / f"sharded/megatron_{source}_tp2_pp2"
+    name = f"model.layers.1.self_attn.{part}_proj.weight"
+    lines = cli("trace", ckpt, name, "--to", "hf", json_output=False).out.splitlines()
+    titles = [at for at, line in enumerate(lines) if line.endswith(f"linear_qkv.{stored}")]
+    assert titles and all(lines[at + 1].endswith(f"─ {words}") for at in titles), lines
+    # JSON has the region alone.
+    document = cli("trace", ckpt, name, "--to", "hf").doc
+    assert " every 32 from " in document["parts"][0]["sources"][0]["region"] and "heads" not in document
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from("qkv"),
+    st.integers(0, 2),
+    st.data(),
+)
+def test_words_name_the_rows_that_are_taken(
+    groups: int, q: int, rows: int, part: str, first_group: int, data: st.DataObject
+) -> None:
+    """The words are read again, and name the same rows of the tensor."""
+    axes = {"g": groups, "r": q, "d": rows}
+    sizes = {"q": q, "k": 1, "v": 1}
+    every = (q + 2) * rows
+    start, count = first_group % groups, data.draw(st.integers(1, groups - first_group % groups))
+    head = data.draw(st.integers(0, sizes[part] - 1))
+    taken = data.draw(st.integers(1, sizes[part] - head))
+    at = {"q": 0, "k": q, "v": q + 1}[part] * rows + head * rows
+    runs = [(count, every), (taken, rows), (rows, 1)]
+    text = heads("g*(q:r|k:1|v:1)*d", groups * every, start * every + at, runs, axes)
+    found = re.fullmatch(
+        r"(?:heads? (\d+)(?:-(\d+))? of )?(\w) in "
+        r"(?:each of (\d+) (?:head|group)s|(?:head|group)s? (\d+)(?:-(\d+))?)"
+        r": rows (\d+)-(\d+) of each (\d+)",
+        str(text),
+    )
+    assert found, text
+    h0, h1, named, every_group, g0, g1, r0, r1, of = found.groups()
+    assert named == part and (int(r0), int(r1) + 1, int(of)) == (at, at + taken * rows, every)
+    assert h0 is None or (int(h0), int(h1 or h0) + 1) == (head, head + taken)
+    assert (
+        (int(every_group) == groups == count)
+        if every_group
+        else (int(g0), int(g1 or g0) + 1)
+        == (
+            start,
+            start + count,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("dimension", "extent", "first", "runs", "axes"),
+    [
+        ("(gate:F|up:F)", 96, 48, [(48, 1)], {"F": 48}),
+        ("g*(q:r|k:1|v:1)*d", 64, 0, [(20, 1)], {"g": 2, "r": 2, "d": 8}),  # q and a part of k
+        ("g*(q:r|k:1|v:1)*d", 64, 0, [(4, 1)], {"g": 2, "r": 2, "d": 8}),  # half of a head
+        ("g*(q:r|k:1|v:1)*d", 64, 0, [(4, 2)], {"g": 2, "r": 2, "d": 8}),  # every other row
+        ("g*(q:r|k:1|v:1)*d", 16, 0, [(8, 1)], {"g": 1, "r": 2, "d": 8}),  # half of a group
+        ("g*(q:r|k:1|v:1)*d", 64, 0, [(16, 1)], {"g": 2, "r": 2}),
+    ],
+)
+def test_rows_that_are_not_heads_of_one_part_have_no_words(
+    dimension: str, extent: int, first: int, runs: list[tuple[int, int]], axes: dict[str, int]
+) -> None:
+    assert heads(dimension, extent, first, runs, axes) is None
+
+
+def test_a_wrapped_tree_breaks_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "global_step4/layer_03-model_00-model_states.pt, member data/2, bytes 2,112 to 5,184 (3.07 kB)"
+    root: Tree = ("name", [("one", [(long, [])]), (long, [("below", [])])])
+    lines = tree(root, wraps=True).splitlines()
+    assert all(len(line) <= 80 for line in lines) and len(lines) == 7
+    words = [word for line in lines for word in re.sub("[├└│─]", " ", line).split()]
+    assert words == ["name", "one", *long.split(), *long.split(), "below"]
+    assert len(tree(root).splitlines()) == 5
 
 
 def test_its_hash_is_that_of_the_result(tmp_path: Path) -> None:

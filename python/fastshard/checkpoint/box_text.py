@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Run", "meets", "of_flat", "slices", "strides"]
+__all__ = ["Run", "join_runs", "meets", "of_flat", "slices", "strides"]
 
 #: (extent, step): the number of indices in a dimension, and the distance between them.
 Run = tuple[int, int]
@@ -26,14 +26,19 @@ def slices(shape: Sequence[int], base: Sequence[int], runs: Sequence[Sequence[Ru
     return f"[{', '.join(_of_dimension(n, at, run) for n, at, run in zip(shape, base, runs, strict=True))}]"
 
 
-def _of_dimension(extent: int, first: int, runs: Sequence[Run]) -> str:
+def join_runs(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with the widest steps first; a run that the next one continues is one run with it."""
     joined: list[Run] = []
-    # The widest steps first: a run that the next one continues is one run with it.
     for n, step in sorted((run for run in runs if run[0] > 1), key=lambda run: -run[1]):
         if joined and joined[-1][1] == n * step:
             joined[-1] = (joined[-1][0] * n, step)
         else:
             joined.append((n, step))
+    return joined
+
+
+def _of_dimension(extent: int, first: int, runs: Sequence[Run]) -> str:
+    joined = join_runs(runs)
     if not joined:
         return ":" if extent == 1 else str(first)
     (n, step), *outer = joined[::-1]

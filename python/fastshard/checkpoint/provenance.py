@@ -9,9 +9,11 @@ from typing import Any
 
 from .. import _core
 from ..common.dtypes import item_size
+from ..layouts.declaration import Binding
 from .box_text import Run, meets, of_flat, slices, strides
+from .head_text import heads
 
-__all__ = ["excerpt_of", "origin"]
+__all__ = ["excerpt_of", "find_heads", "origin"]
 
 
 def excerpt_of(plan: _core.Plan, position: int) -> dict[str, Any]:
@@ -69,9 +71,7 @@ def _source(
     excerpt: dict[str, Any], tensor: dict[str, Any], part: dict[str, Any], dtype: str
 ) -> dict[str, Any]:
     """Describe what a part takes from a stored tensor, and the place of the bytes."""
-    runs: list[list[Run]] = [[] for _ in tensor["shape"]]
-    for axis in part["axes"]:
-        runs[axis["dim"]].append((axis["n"], axis["step"]))
+    runs = _runs(tensor, part)
     base = part["src_base"]
     taken: dict[str, Any] = {
         "name": tensor["name"],
@@ -94,6 +94,42 @@ def _source(
     if twins := tensor.get("twins"):
         taken["compared_with"] = [excerpt["stored"][twin]["name"] for twin in twins]
     return taken
+
+
+def _runs(tensor: dict[str, Any], part: dict[str, Any]) -> list[list[Run]]:
+    """List the runs that a part takes of each dimension of a stored tensor."""
+    runs: list[list[Run]] = [[] for _ in tensor["shape"]]
+    for axis in part["axes"]:
+        runs[axis["dim"]].append((axis["n"], axis["step"]))
+    return runs
+
+
+def find_heads(excerpt: dict[str, Any], binding: Binding) -> dict[tuple[str, str], str]:
+    """Find which heads an output takes from tensors that fuse queries, keys and values.
+
+    Args:
+        excerpt: as for :func:`origin`.
+        binding: the table by which the stored tensors are read.
+
+    Returns:
+        The heads in words, by the stored tensor's name and the region that is taken.
+    """
+    table = binding.effective_table
+    (output,) = excerpt["outputs"]
+    found: dict[tuple[str, str], str] = {}
+    for part in output["parts"]:
+        for tensor in (excerpt["stored"][number] for number in part["sources"]):
+            rule, shape = table and table.rule_of(tensor["name"]), tensor["shape"]
+            if rule is None or len(rule.dimensions or ()) != len(shape):
+                continue
+            base, runs = part["src_base"], _runs(tensor, part)
+            region = slices(shape, base, runs)
+            rows = zip(rule.dimensions or (), shape, base, runs, region[1:-1].split(", "), strict=True)
+            for dimension, extent, first, run, text in rows:
+                words = None if text == ":" else heads(dimension, extent, first, run, binding.axes)
+                if words is not None:
+                    found[tensor["name"], region] = words
+    return found
 
 
 def _made_of(excerpt: dict[str, Any], coded: dict[str, Any]) -> list[dict[str, Any]]:

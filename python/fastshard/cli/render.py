@@ -204,17 +204,33 @@ def fields(rows: Sequence[tuple[str, str]]) -> str:
 Tree = tuple[str, "Sequence[Tree]"]
 
 
-def tree(root: Tree) -> str:
-    """Format a tree as lines; in ASCII if the terminal's encoding requires it."""
+def tree(root: Tree, *, wraps: bool = False) -> str:
+    """Format a tree as lines; in ASCII if the terminal's encoding requires it.
+
+    If ``wraps`` is true, lines wider than the terminal continue below, and are wrapped between words.
+    """
     joint, last, through = ("├─ ", "└─ ", "│  ") if encodable("├└│") else ("|- ", "`- ", "|  ")
-    lines = [printable(root[0])]
+    width = _columns()
+    lines: list[str] = []
+
+    def add(line: str, before: str, after: str) -> None:
+        line = before + printable(line)
+        if not wraps or len(line) <= width:
+            lines.append(line)
+            return
+        words = textwrap.wrap(
+            line, width, subsequent_indent=after, break_long_words=False, break_on_hyphens=False
+        )
+        lines.extend(words)
 
     def below(branches: Sequence[Tree], indent: str) -> None:
         for number, (line, inner) in enumerate(branches, 1):
             ends = number == len(branches)
-            lines.append(indent + (last if ends else joint) + printable(line))
-            below(inner, indent + ("   " if ends else through))
+            under = indent + ("   " if ends else through)
+            add(line, indent + (last if ends else joint), under + (through if inner else "   "))
+            below(inner, under)
 
+    add(root[0], "", through if root[1] else "   ")
     below(root[1], "")
     return "\n".join(lines)
 

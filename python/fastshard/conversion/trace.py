@@ -8,6 +8,7 @@ from .. import _core
 from ..checkpoint.manifests import beside, read, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
+from ..checkpoint.provenance import excerpt_of, find_heads
 from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding, error_for, from_core
 from ..common.near_words import nearest
@@ -50,9 +51,11 @@ class TensorTrace:
     blake3_stated: str | None = None
     #: Findings about the checkpoint, and about the tensor if it was read.
     findings: list[Finding] = field(default_factory=list)
+    #: Which heads of a fused tensor are taken, in words, by the stored tensor's name and the region.
+    heads: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data without findings, as ``fastshard trace --json`` prints it."""
+        """Returns plain data without findings and heads, as ``fastshard trace --json`` prints it."""
         optional = {"weight": self.weight, "blake3": self.blake3, "blake3_stated": self.blake3_stated}
         return {
             "name": self.name,
@@ -105,7 +108,13 @@ def trace(
         findings += checkpoint.opened.gate.evaluate(damage)
     elif to is None and (manifest := beside(checkpoint)) is not None:
         recorded_hash = _read_stored_hash(read(manifest), document)
-    return TensorTrace(**document, blake3=computed_hash, blake3_stated=recorded_hash, findings=findings)
+    return TensorTrace(
+        **document,
+        blake3=computed_hash,
+        blake3_stated=recorded_hash,
+        findings=findings,
+        heads=find_heads(excerpt_of(plan.core, plan.position(tensor)), checkpoint.opened.source.binding),
+    )
 
 
 def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from ...conversion.trace import trace
@@ -50,12 +51,15 @@ def _run(a: argparse.Namespace) -> Outcome:
     )
     document = traced.to_dict()
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
-    text = tree(_tree(document, roots, None if a.verbose else _SHOWN))
+    branches = _tree(document, traced.heads, roots, None if a.verbose else _SHOWN)
+    text = tree(branches, wraps=sys.stdout.isatty())
     return Result(text, document), traced.findings
 
 
-def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
-    """Convert the document into branches of text."""
+def _tree(
+    document: dict[str, Any], heads: dict[tuple[str, str], str], roots: list[str] | None, most: int | None
+) -> Tree:
+    """Convert the document into branches of text; ``heads`` describes regions in words."""
     branches: list[Tree] = []
     if place := document["written_to"]:
         at = f", from byte {place['offset']:,}" if "offset" in place else ""
@@ -74,7 +78,7 @@ def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -
     parts: list[Tree] = [
         (
             f"{part['region']} = {', then '.join([part['made_by'], *part['ops']])}",
-            _first([_of_source(source, roots, most) for source in part["sources"]], most, "sources"),
+            _first([_of_source(source, heads, roots, most) for source in part["sources"]], most, "sources"),
         )
         for part in document["parts"]
     ]
@@ -82,9 +86,12 @@ def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -
     return title, branches + _first(parts, most, "parts")
 
 
-def _of_source(source: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
+def _of_source(
+    source: dict[str, Any], heads: dict[tuple[str, str], str], roots: list[str] | None, most: int | None
+) -> Tree:
     rank = f"{source['rank']}: " if source["rank"] else ""
-    branches: list[Tree] = []
+    words = heads.get((source["name"], source["region"]))
+    branches: list[Tree] = [] if words is None else [(words, [])]
     if source["rule"] != source["name"]:
         branches.append((f"rule {source['rule']}", []))
     if source_codes := source.get("values_of"):
@@ -93,7 +100,10 @@ def _of_source(source: dict[str, Any], roots: list[str] | None, most: int | None
         branches.append((f"cast from {source['dtype']} to {source['cast_to']}", []))
     branches += [(f"compared with {other}", []) for other in source.get("compared_with", ())]
     places: list[Tree] = [(_of_place(place, roots), []) for place in source["places"]]
-    title = f"{rank}{source['name']}{source['region']} of {source['dtype']} {source['shape']}"
+    # Words describe the first dimension completely, but not a region of further ones.
+    is_described = words is not None and set(source["region"][1:-1].split(", ")[1:]) <= {":"}
+    region = "" if is_described else source["region"]
+    title = f"{rank}{source['name']}{region} of {source['dtype']} {source['shape']}"
     return title, branches + _first(places, most, "places")
 
 
@@ -121,7 +131,8 @@ TRACE = Verb(
     help="show which files and bytes one tensor comes from",
     description="""\
         Shows one tensor that merge (or, with --to, convert) would write, as a tree of its sources. Regions
-        are slices in numpy notation. Reads headers only; --hash reads the tensor too. The exit code is
+        are slices in numpy notation; for tensors that fuse queries, keys and values, the heads are named.
+        Reads headers only; --hash reads the tensor too. The exit code is
         that of the findings about the checkpoint.""",
     arguments=_arguments,
     run=_run,
