@@ -85,8 +85,8 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(resized)} tensors have as many rows as the vocab_size of the checkpoint's own config, which "
-            f"differs from the reference {compared.path}",
+            f"{len(resized)} tensors have as many rows as the vocab_size of the checkpoint's own config, "
+            f"which differs from the reference {compared.path}",
             severity="note",
             tensor=one.stored,
             expected=f"vocab_size {theirs}, by the reference's config",

@@ -64,12 +64,15 @@ def drafted(source: Source, config: Mapping[str, Any], bound: Bound, *, is_descr
 
     card = _find_card(source)
     front = {} if card is None else _read_metadata(card)
-    bases, bases_from = _bases(front, config)
+    bases, bases_from = _bases(front.get("base_model")), "the checkpoint's README.md"
     metadata = {
         "license": _license(front),
         "base_model": bases[0] if len(bases) == 1 else bases,
         "library_name": "transformers",
     }
+    if not bases:
+        # It may be a local folder, which the Hub must not take for a repository.
+        bases, bases_from = _bases(config.get("_name_or_path")), "`_name_or_path` in config.json"
     name = _architecture(config)
     rows = {"Architecture": f"`{name}`" if name else None}
     rows["Parameters"] = f"{sum(math.prod(tensor.shape) for tensor in bound.weights.values()):,}"
@@ -117,17 +120,11 @@ def _license(front: Mapping[str, Any]) -> str | None:
     return one if isinstance(one, str) and _LICENSE.fullmatch(one) else None
 
 
-def _bases(front: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[list[str], str]:
-    """Return the repositories that the card or the config states as origin, and the file that states them."""
-    for value, place in (
-        (front.get("base_model"), "the checkpoint's README.md"),
-        (config.get("_name_or_path"), "`_name_or_path` in config.json"),
-    ):
-        named = value if isinstance(value, list) else [value]
-        bases = [base for base in named if isinstance(base, str) and _REPOSITORY.fullmatch(base)]
-        if bases and len(bases) == len(named):
-            return bases, place
-    return [], ""
+def _bases(stated: Any) -> list[str]:
+    """Return the repositories that are stated as origin; none if one of them is no repository."""
+    named = stated if isinstance(stated, list) else [stated]
+    bases = [base for base in named if isinstance(base, str) and _REPOSITORY.fullmatch(base)]
+    return bases if len(bases) == len(named) else []
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:
