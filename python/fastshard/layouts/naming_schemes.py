@@ -5,9 +5,12 @@ from __future__ import annotations
 from .tables import names
 
 #: What such tables' names begin with, the framework, and the model types whose computation it shares.
-#: source: torchtitan models/{llama3,qwen3,deepseek_v3,gpt_oss}, OLMo-core nn/hf/convert.py
+#: source: torchtitan models/{llama3,qwen3,qwen3_5,deepseek_v3,gpt_oss}, OLMo-core nn/hf/convert.py
 _FRAMEWORKS = {
-    "torchtitan": ("torchtitan", ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    "torchtitan": (
+        "torchtitan",
+        ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text"),
+    ),
     "olmo_core": ("OLMo-core", ("llama", "qwen3", "olmo2", "olmo3")),
 }
 

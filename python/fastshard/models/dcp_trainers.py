@@ -1,6 +1,7 @@
 """What the models of torchtitan and OLMo-core compute. The run's own code has their settings, no checkpoint.
 
-source: torchtitan 0.3.0 models/{llama3,qwen3,deepseek_v3,gpt_oss}, models/common/{rope,moe,feed_forward}.py;
+source: torchtitan 0.3.0 models/{llama3,qwen3,qwen3_5,deepseek_v3,gpt_oss},
+    models/common/{rope,moe,feed_forward}.py;
 OLMo-core nn/{rope,feed_forward,attention}
 """
 
@@ -55,6 +56,22 @@ _TITAN_GPT_OSS = replace(
     experts=True,
     router_bias=(True,),
 )
+_TITAN_QWEN3_5 = replace(
+    _TITAN_QWEN,
+    kind="Qwen3.5",
+    shares=None,
+    attentions=("delta", "heads"),
+    output_gate=(True,),
+)
+_TITAN_QWEN3_5_MOE = replace(
+    _TITAN_QWEN3_5,
+    kind="Qwen3.5-MoE",
+    families=("qwen3_next", "qwen3_5"),
+    experts=True,
+    shared_experts=True,
+    needs_shared_experts=True,
+    shared_gate=(True,),
+)
 #: The window of torchtitan's own models. source: torchtitan models/gpt_oss/__init__.py
 _TITAN_WINDOW = 128
 _OLMO_CORE = Says(
@@ -77,7 +94,15 @@ class Trainer:
 
 _TRAINERS = {
     "torchtitan": Trainer(
-        (_TITAN_LLAMA, _TITAN_QWEN, _TITAN_QWEN_MOE, _TITAN_DEEPSEEK, _TITAN_GPT_OSS),
+        (
+            _TITAN_LLAMA,
+            _TITAN_QWEN,
+            _TITAN_QWEN_MOE,
+            _TITAN_DEEPSEEK,
+            _TITAN_GPT_OSS,
+            _TITAN_QWEN3_5,
+            _TITAN_QWEN3_5_MOE,
+        ),
         covered=("rope_interleave",),
     ),
     # Its windows follow a pattern of layers. source: OLMo-core nn/attention (SlidingWindowAttentionConfig)

@@ -548,7 +548,9 @@ def _is_spelled_otherwise(layout: str, config: dict[str, Any], names: Collection
         rule.name.startswith("(") and "layers.{L" in rule.name for rule in tables.table(layout).rules
     )
     is_composite = config_json.find_text_config(config) is not None
-    return (several or is_composite) and not _names_most(layout, names)
+    if not (several or is_composite) or _names_most(layout, names):
+        return False
+    return _spelled(layout, names) is None
 
 
 def _own(name: str, base: str, prefix: str) -> str:
