@@ -1,13 +1,13 @@
-"""Names in torch.distributed.checkpoint."""
+"""Names in torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: The file that says which chunk is where; readers start from it.
+#: The file that states where each chunk is stored; readers start from it.
 METADATA = ".metadata"
 
 
 def chunk_name(name: str, at: Iterable[int]) -> str:
-    """Return the name that messages and manifests give one chunk of a tensor, by its first index."""
+    """Return the name of a tensor's chunk in messages and manifests, from the chunk's first index."""
     return f"{name}[{','.join(map(str, at))}]"

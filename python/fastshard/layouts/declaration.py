@@ -1,4 +1,4 @@
-"""Declaration of a checkpoint by its source: the place of each tensor, and the model."""
+"""The declaration of a checkpoint by its source: the place of each tensor, and the model."""
 
 from __future__ import annotations
 
@@ -59,80 +59,82 @@ __all__ = [
 
 @dataclass
 class SourceFiles(Freezable):
-    """Files of a source, by their number in the catalog, and their content."""
+    """The files of a source, by their numbers in the catalog, and their contents."""
 
-    #: A file, or what is taken of it, and its place in the topology.
+    #: Files, or the parts of files that are used, and their places in the topology.
     units: list[Unit] = field(default_factory=list)
-    #: Tensors that lie in ranges of other tensors: masters and optimizer slots.
+    #: Tensors stored in ranges of other tensors: fp32 master weights and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
-    #: What an adapter makes of tensors, by the model's own names.
+    #: The tensors that an adapter changes, by the model's own names.
     adapted: list[Adapted] = field(default_factory=list)
     #: The adapter itself.
     adapter: StoredAdapter | None = None
-    #: The rank that wrote each file, as its name says; of files with units these may say more.
+    #: The rank that wrote each file, according to its name. For files with units, the name may give more
+    #: detail.
     ranks: dict[int, Rank] = field(default_factory=dict)
-    #: Files that say which rank they are of, and are in its place.
+    #: Files that state their rank and are in that rank's place.
     placed: set[int] = field(default_factory=set)
-    #: Where config and tokenizer are looked for, the nearest first.
+    #: Folders to search for config and tokenizer, the nearest first.
     folders: list[Folder] = field(default_factory=list)
-    #: Files in which a quantiser says what it did, by name: they are of the weights as these are stored.
+    #: Files in which a quantizer records its settings, by name. They describe the weights as stored.
     quantiser_files: Mapping[str, Path] = field(default_factory=dict)
-    #: Contents for the manifest.
+    #: Values for the manifest.
     values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class SourceNames(Freezable):
-    """Names of tensors: in the files, in the model, and in a result."""
+    """The names of tensors in the files, in the model, and in the result."""
 
-    #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
+    #: Prefix of the model's own names, used by a conversion. A merge keeps all names unchanged.
     prefix: str = ""
-    #: Where further copies of the model begin.
+    #: Prefixes of other copies of the model.
     other_prefixes: list[str] = field(default_factory=list)
-    #: True if the caller said where the model begins, so that it alone is taken, a merge's too.
+    #: True if the caller chose the prefix, so that only this copy is used, even in a merge.
     is_chosen: bool = False
-    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of
-    #: these.
+    #: The model's own names of tensors that wrappers have renamed, by stored name. The table uses the own
+    #: names.
     own: dict[str, str] = field(default_factory=dict)
-    #: True where outputs have the model's own names, not those stored.
+    #: True if outputs have the model's own names, not the stored ones.
     renames: bool = False
-    #: Names stored of tensors that are no outputs: factors of an adapter, and what it replaces.
+    #: Stored names of tensors that are not outputs: an adapter's factors, and the tensors that it replaces.
     hidden: set[str] = field(default_factory=set)
-    #: Names of scales and the like, below the prefix of the weights: they pass beside the tensors that they
-    #: are of.
+    #: Names of scales and similar tensors, below the prefix of the weights. They are copied along with the
+    #: tensors that they belong to.
     beside: frozenset[str] = frozenset()
 
 
 @dataclass
 class Binding(Freezable):
-    """The table by which the tensors are read, and the values of its letters."""
+    """The table by which the tensors are read, and the values of its axis letters."""
 
-    #: Name of the layout table; None where tensors are whole as they are.
+    #: Name of the layout table; None if tensors are stored in full.
     layout: str | None = None
-    #: The table itself, where it is not the one of that name.
+    #: The table itself, if it is not the registered one of that name.
     table: Table | None = None
-    #: The caller's own, which says what the tensors are; it has the name.
+    #: The caller's own table, which describes the tensors and has that name.
     own_table: Table | None = None
-    #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
+    #: Rules for single tensors: the name, the dimension that ranks divide, and the parts of a fused tensor
+    #: along it.
     generic: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
-    #: Degrees of the parallel dimensions that divide its tensors.
+    #: Degrees of the parallel dimensions that divide the tensors.
     degrees: dict[str, int] = field(default_factory=dict)
-    #: Further degrees of the run that saved it, as far as it says them; they divide nothing here.
+    #: Other degrees of the run that saved the checkpoint, if stated; they divide nothing here.
     other_degrees: dict[str, int] = field(default_factory=dict)
-    #: Extents by the letters of the table.
+    #: Extents by the table's axis letters.
     axes: dict[str, int] = field(default_factory=dict)
-    #: Conditions of the table that hold, or do not.
+    #: Conditions of the table, and whether each one holds.
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.
     sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    #: True vocabulary, without padding.
+    #: Vocabulary size without padding.
     vocab_size: int | None = None
-    #: True if tensors that no rule names are taken as they are.
+    #: True if tensors that no rule names are passed through unchanged.
     pass_unknown: bool = False
 
     @property
     def usual_table(self) -> Table | None:
-        """The table with the layout's name."""
+        """The registered table of the layout's name."""
         if self.own_table is not None or self.layout is None:
             return self.own_table
         return tables.table(self.layout)
@@ -147,45 +149,46 @@ class Binding(Freezable):
 class TensorIndex(Freezable):
     """Tensors that must exist or are lost, according to an index, metadata or another checkpoint."""
 
-    #: True if something outside the files found states what must exist.
+    #: True if something other than the files found states what must exist.
     is_provable: bool = False
-    #: True if that is another checkpoint, with which it is compared name by name.
+    #: True if that is another checkpoint, which is compared name by name.
     is_reference: bool = False
-    #: Path of the index, where there is one only.
+    #: Path of the index, if there is exactly one.
     path: str | None = None
     #: Tensor names that an index or metadata file calls for.
     names: set[str] = field(default_factory=set)
-    #: The file that an index names for each tensor, by its number; None without an index.
+    #: The number of the file that an index names for each tensor; None without an index.
     weight_map: Mapping[str, int] | None = None
-    #: True if an index names the tensors of each file, so that these are all that is lost with files.
+    #: True if an index lists the tensors of each file. A missing file then loses exactly these tensors.
     is_listed: bool = False
-    #: True if each file of the index holds whole tensors, so that one is the same wherever it lies.
+    #: True if each file of the index contains full tensors, so that its location does not matter.
     has_whole_files: bool = False
-    #: True if the numbers in their names alone tell the files apart.
+    #: True if the files differ only in the numbers in their names.
     by_numbers: bool = False
-    #: Tensors that several files of the index hold: the copy that it names is taken.
+    #: Tensors that several files of the index contain; the copy that the index names is used.
     superseded: Sequence[Superseded] = ()
-    #: Files beside it that it does not name and that are named alike.
+    #: Files next to the index that it does not list, although their names follow the same pattern.
     unnamed: Sequence[File] = ()
-    #: Tensors that files which are missing or cannot be read held, all of them or a part, and such a file.
+    #: Tensors that are lost, in full or in part, because a file is missing or unreadable; each with one such
+    #: file.
     lost: dict[str, str] = field(default_factory=dict)
-    #: How many elements these have, where metadata states it.
+    #: The number of lost elements, if metadata states it.
     lost_elements: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Allowances(Freezable):
-    """Conditions that the caller allows although they are often errors."""
+    """Conditions that the caller allows although they are usually errors."""
 
-    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published
-    #: models).
+    #: True if layers are copied on purpose (depth up-scaling of published models) so often that repeated
+    #: layers only cause a warning.
     layers_may_repeat: bool = False
     #: Glob patterns of files that were copied on purpose.
     copies: list[str] = field(default_factory=list)
-    #: True if NaN and infinite values are taken as they are.
+    #: True if NaN and infinite values are accepted.
     non_finite: bool = False
-    #: What is made of large holes of a file in the place of tensors: an error, zeros, or what a manifest
-    #: says.
+    #: How to treat large holes where a file should store tensors: as an error, as zeros, or as the manifest
+    #: states.
     holes: Literal["refuse", "accept", "compare"] = "refuse"
 
 
@@ -206,10 +209,10 @@ class Source(Freezable):
     model: Description = field(default_factory=Description)
     optimizer: Optimizer = field(default_factory=Optimizer)
     findings: list[Finding] = field(default_factory=list)
-    #: Errors about single tensors: notes where these are not asked for.
+    #: Errors about single tensors. They become notes if these tensors are not requested.
     tensor_findings: list[Finding] = field(default_factory=list)
     step: str | None = None
-    #: Set for a checkpoint of Orbax.
+    #: Set for an Orbax checkpoint.
     tree: TreeInfo | None = None
 
     @property
@@ -218,7 +221,7 @@ class Source(Freezable):
         return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """Select the part to convert: tensors below the prefix, with optimizer state only on request.
+        """Select the tensors to convert: those below the prefix, and optimizer state only on request.
 
         Args:
             names_of: returns the names of the tensors in a file, by its number.
@@ -277,7 +280,7 @@ class Source(Freezable):
         )
 
     def _left(self, stored: list[str], own: Mapping[str, str]) -> Finding:
-        """Make the finding that says where the model begins, and how many tensors are not converted."""
+        """Make the finding that states the model's prefix and how many tensors are not converted."""
         left = [
             name for name in stored if not own[name].startswith(self.names.prefix) and not is_state(own[name])
         ]
@@ -293,9 +296,9 @@ class Source(Freezable):
         )
 
     def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
-        """Select what a merge with config.json takes: all tensors.
+        """Select the tensors of a merge with config.json: all of them.
 
-        The model's tensors have the names that the config is for. If the checkpoint contains several copies
+        The model's tensors get the names that the config calls for. If the checkpoint contains several copies
         of the model, all names stay, and the merge writes no config.
 
         Args:
@@ -348,7 +351,7 @@ class Source(Freezable):
         )
 
     def as_called(self, names: Mapping[str, str], note: Finding) -> Source:
-        """Return the source with other names for some of the model's tensors, also in its result.
+        """Return the source with new names for some of the model's tensors; the result has them too.
 
         Args:
             names: the new name by the model's own.
@@ -393,7 +396,7 @@ class Source(Freezable):
         prefix: str | None,
         why: str = "the checkpoint holds several copies of the model",
     ) -> Source:
-        """Return the source with unchanged names, which no config fits."""
+        """Return the source with its names unchanged, because no config fits."""
         warning = Finding.of(
             codes.IGNORED,
             f"config.json is not written: {why}",
@@ -464,7 +467,7 @@ class Source(Freezable):
                     yield key, unit.prefix + key.removeprefix(unit.strip)
 
     def _unwrapped(self) -> list[Finding]:
-        """Return a note that names omit the parts that wrappers added."""
+        """Return a note that the output names omit the parts that wrappers added."""
         # Others are those of a reference, of a composite model, or without a stage.
         unwrapped = bare(list(self.names.own))
         first = next(iter(unwrapped.items()), None)
@@ -486,7 +489,8 @@ class Source(Freezable):
         return None if same else self.binding.table.with_rules(rules)
 
 
-#: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning
+#: Places where trainers store state that is not a weight. source: torchtitan checkpoint.py, FSDP examples,
+#: Lightning
 _STATE = (
     "optim.",
     "optimizer.",

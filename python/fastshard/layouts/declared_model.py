@@ -1,4 +1,4 @@
-"""Declaration of a model: its family, its config, and the dialect that reads it."""
+"""The declaration of a model: its family, its config, and the dialect that reads it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .model_classes import ModelClass
 
 @dataclass(frozen=True)
 class Evidence:
-    """Properties of a model that its tensors show: all that a dialect sees of a checkpoint besides values."""
+    """Properties of a model that its tensors show. A dialect sees only these and the config values."""
 
     family: str
-    #: What names and shapes decide.
+    #: Facts derived from names and shapes.
     facts: Mapping[str, bool] = field(default_factory=dict)
-    #: Extents that are known.
+    #: Known extents.
     axes: Mapping[str, int] = field(default_factory=dict)
-    #: What a table of the caller's own says of classes, by ``model_type``.
+    #: Classes that the caller's own table describes, by ``model_type``.
     classes: Mapping[str, ModelClass] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.
     sets: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
 
 
 class Dialect(Protocol):
-    """A framework's vocabulary for models; :mod:`fastshard.models` has them."""
+    """The terms that a framework uses for models; the dialects are in :mod:`fastshard.models`."""
 
     @property
     def name(self) -> str:
@@ -42,34 +42,34 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class Description:
-    """Facts about the model besides its tensors, for code that must know what the model computes.
+    """Facts about the model besides its tensors, for code that depends on what the model computes.
 
     The layout engine does not read them.
     """
 
     family: str | None = None
-    #: Its config as found, for a target that needs one.
+    #: The config as found, for a target that needs one.
     config: dict[str, Any] | None = None
-    #: The file that it was read from.
+    #: The file from which the config was read.
     config_file: Path | None = None
-    #: Whose words the config is in, with what the adapter found out for it; None where nothing says what the
+    #: The dialect of the config, with what the adapter found out for it; None if nothing states what the
     #: model computes.
     dialect: Dialect | None = None
-    #: Whose names the model has, where its config is that of transformers and its names are not.
+    #: The framework whose names the tensors have, if the config is from transformers and the names are not.
     spelling: str | None = None
-    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
+    #: Why a Hugging Face model has no table, so that its names stay unchanged; None if it has one.
     no_table: str | None = None
-    #: A stored name that the class of the config does not load, and what it loads; None where nothing speaks
-    #: against the names.
+    #: A stored name that the class of the config does not load, and the name that it loads; None if no stored
+    #: name contradicts the class.
     unloaded: tuple[str, str] | None = None
-    #: What a model of Hugging Face without an output layer is; None for one that has one.
+    #: The kind of a Hugging Face model without an output layer; None for a model that has one.
     headless: str | None = None
-    #: The files are what ``save_pretrained`` writes: their config describes them.
+    #: True if ``save_pretrained`` wrote the files, so that their config describes them.
     saved_whole: bool = False
-    #: It is one of several files of a model, looked at by itself.
+    #: True if this is one of several files of a model, inspected alone.
     is_part: bool = False
 
     @property
     def hf_names(self) -> bool:
-        """True if names in the files are those of Hugging Face."""
+        """True if the names in the files are those of Hugging Face."""
         return self.dialect is not None and self.dialect.name == "transformers" and self.spelling is None

@@ -1,4 +1,4 @@
-"""The parts of a declared source: files of ranks, tensors assembled from pieces, blocks of stores, optimizer
+"""The parts of a declared source: rank files, tensors assembled from pieces, blocks of stores, optimizer
 state.
 """
 
@@ -24,16 +24,16 @@ class Unit:
     coords: dict[str, int] = field(default_factory=dict)
     bases: dict[str, int] = field(default_factory=dict)
     rank: str | None = None
-    #: The only keys wanted below `under`; all if None.
+    #: The only keys to use below `under`; None for all.
     only: list[str] | None = None
 
 
 @dataclass(frozen=True)
 class Superseded:
-    """Tensors that occur in two files of an index, of which the index names one."""
+    """Tensors that two files of an index contain, with the file that the index names."""
 
     names: tuple[str, ...]
-    #: Number of the file that the index names, and of the other one.
+    #: Number of the file that the index names, and number of the other file.
     file: int
     other: int
 
@@ -42,21 +42,22 @@ class Superseded:
 class Assembled:
     """Tensors of one rank that are stored in ranges of other tensors (partitions of flat vectors)."""
 
-    #: File that messages name.
+    #: The file to name in messages.
     file: int
     coords: dict[str, int]
     rank: str | None
-    #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
+    #: The optimizer slot, e.g. ``exp_avg``; None for the parameters' values.
     slot: str | None
-    #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
-    #: element there); or boxes: (first index, extent, file, tensor in it), with the first element there of a
-    #: flat tensor.
+    #: (name, shape, pieces). Pieces are consecutive ranges: (elements, file, tensor in it, first element
+    #: there); or boxes: (first index, extent, file, tensor in it), with the first element there of a flat
+    #: tensor.
     tensors: list[tuple[str, list[int], list[Any]]]
-    #: True for parameters that are not trained and have no copy.
+    #: True for parameters that are not trained and have no master copy.
     frozen: bool = False
-    #: True for further names, wanted only where the masters are taken.
+    #: True for additional names that are used only if master weights are requested.
     masters_only: bool = False
-    #: The first layer (or expert) that the names count from, as the unit has it that holds the parameters.
+    #: The first layer (or expert) from which the names count, as stated by the unit that contains the
+    #: parameters.
     bases: dict[str, int] = field(default_factory=dict)
 
 
@@ -66,7 +67,7 @@ class Window:
 
     experts: int
     expert: int
-    #: Outputs of an expert in the stack, and the first of those that the tensor has.
+    #: Outputs of one expert in the stack, and the first output that the tensor contains.
     outs: int
     out: int
 
@@ -77,20 +78,21 @@ class LowRank:
 
     a: str
     b: str
-    #: Columns of ``b``, of one expert.
+    #: Number of columns of ``b``, for one expert.
     rank: int
-    #: Factor of the product.
+    #: Factor by which the product is multiplied.
     scale: float
-    #: How the tensor has outputs and inputs: ``rows``, ``columns``, ``experts`` or ``experts_by_columns``.
+    #: Arrangement of outputs and inputs in the tensor: ``rows``, ``columns``, ``experts`` or
+    #: ``experts_by_columns``.
     form: str
     window: Window | None = None
-    #: Norms of the outputs' rows (DoRA).
+    #: Norms of the output rows (DoRA).
     magnitude: str | None = None
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector that is added to a tensor after multiplication with a factor."""
+    """A vector that is multiplied by a factor and added to a tensor."""
 
     of: str
     scale: float
@@ -98,7 +100,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that replace rows of a tensor."""
+    """Rows that replace some rows of a tensor."""
 
     of: str
     at: list[int]
@@ -109,7 +111,7 @@ Change: TypeAlias = LowRank | Vector | Rows
 
 @dataclass(frozen=True)
 class Adapted:
-    """The changes that an adapter makes to a tensor, one after another."""
+    """The changes that an adapter makes to a tensor, in order."""
 
     name: str
     changes: list[Change]
@@ -117,33 +119,33 @@ class Adapted:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """A stored adapter, alone or with its base."""
+    """A stored adapter, with or without its base."""
 
-    #: Content of its config, and the file that messages name.
+    #: Content of its config, and the file to name in messages.
     config: Mapping[str, Any]
     path: str
-    #: The file of its tensors, as messages name it, and their shapes by the names stored.
+    #: The file of its tensors, as named in messages, and the tensors' shapes by stored name.
     file: str
     shapes: Mapping[str, list[int]]
-    #: True where the names are those of a saved adapter, False for those of a model in memory.
+    #: True if the names are those of a saved adapter; False if they are those of a model in memory.
     is_saved: bool = True
-    #: Content of the base's config; None where there is none.
+    #: Content of the base's config; None without a base.
     base: Mapping[str, Any] | None = None
 
 
 @dataclass
 class StateFile:
-    """A file with master weights and optimizer state, by the tensors in it."""
+    """A file with fp32 master weights and optimizer state, described by its tensors."""
 
     file: int
     masters: list[int]
     #: Moments and steps.
     state: list[int]
-    #: Keys that lead to steps that are no tensors, and not zero: numbers in the pickle, or what is refused.
+    #: Keys that lead to steps that are neither tensors nor zero: numbers in the pickle, or refused values.
     numbers: list[list[str]] = field(default_factory=list)
 
 
-#: Blocks as the core takes them.
+#: Blocks in the form that the core takes.
 ListedBlocks: TypeAlias = tuple[
     list[tuple[str, str, list[int], int]],
     str,
@@ -157,23 +159,23 @@ ListedBlocks: TypeAlias = tuple[
 class Blocks:
     """Arrays stored as encoded blocks (zarr chunks), which are decoded one by one on demand."""
 
-    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32,
-    #: I64, BOOL ...), shape of what is handed on (blocks at the edge are clipped to the array), bytes that
-    #: decoding takes (they are whole there).
+    #: (key, dtype, shape, bytes) of each block that exists; dtype as safetensors names it (BF16, F32, I64,
+    #: BOOL ...), shape as returned (blocks at the edge are clipped to the array), bytes needed for decoding
+    #: (where blocks are not clipped).
     tensors: list[tuple[str, str, list[int], int]]
-    #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
-    #: Called from several threads.
+    #: Fills the writable buffer with the little-endian, C-ordered elements of the block `key`. Called from
+    #: several threads.
     read: Callable[[str, memoryview], None]
-    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's
-    #: digest.
+    #: Text that identifies the stored data (names, sizes and times of the underlying files); part of the
+    #: plan's digest.
     identity: str
 
-    #: The files that hold the blocks.
+    #: The files that contain the blocks.
     files: list[File]
-    #: Looks whether these are as they were when they were opened; with True, whether their status alone was
-    #: changed too.
+    #: Checks whether these files are unchanged since they were opened. With True, a change of their status
+    #: alone counts too.
     look: Callable[[bool], None]
-    #: The root of each block, and what sends for blocks (keys), where some lie on other hosts' disks.
+    #: The root of each block, and a function that fetches blocks (by key), if some are on other hosts' disks.
     apart: tuple[list[int], Callable[[list[str]], None]] | None = None
 
     def listed(self) -> ListedBlocks:
@@ -198,79 +200,80 @@ class Blocks:
 
 @dataclass
 class TreeInfo:
-    """Names that Orbax gives an item and its entries, kept for writing it again."""
+    """The names that Orbax gives to an item and its entries, kept in order to write it again."""
 
     item: str
-    #: key_metadata by array.
+    #: key_metadata of each array.
     keys: dict[str, list[dict[str, Any]]]
-    #: Entries that are no arrays: (key_metadata, value_metadata).
+    #: Entries that are not arrays: (key_metadata, value_metadata).
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
-    #: What the writer said of the checkpoint.
+    #: Custom metadata of the checkpoint's writer.
     custom: dict[str, Any]
-    #: value_type by array.
+    #: value_type of each array.
     types: dict[str, str] = field(default_factory=dict)
-    #: Texts among the leaves, as stored.
+    #: Strings among the leaves, as stored.
     strings: str | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of parameters with the same settings of an optimizer."""
+    """A group of parameters with the same optimizer settings."""
 
     #: Hyperparameters (``lr``, ``betas``, ``weight_decay`` ...), by torch's names.
     values: dict[str, Any]
-    #: Its parameters, by the names stored; None where only :attr:`decays` tells them.
+    #: Stored names of its parameters; None if only :attr:`decays` identifies them.
     names: frozenset[str] | None = None
-    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None where names
-    #: tell.
+    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None if names
+    #: identify the parameters.
     decays: bool | None = None
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments that are stored as tensors next to the weights."""
+    """Optimizer moments stored as tensors next to the weights."""
 
-    #: (parameter, slot) by the names stored; a parameter by its own name.
+    #: (parameter, slot) by stored name; the parameter by its own name.
     slots: dict[str, tuple[str, str]]
-    #: Reads the groups (None where nothing tells of them) and the steps of the parameters.
+    #: Reads the groups (None if nothing states them) and the parameters' steps.
     read: Callable[[], tuple[list[Group] | None, list[float]]]
-    #: Why these cannot be slots, if they cannot.
+    #: Why these moments cannot be slots, if they cannot.
     refused: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer in the files: master weights and state, which of them are converted, and findings."""
+    """The optimizer in the files: master weights and state, which of them to convert, and findings."""
 
-    #: True if the files hold fp32 master weights (or should).
+    #: True if the files contain fp32 master weights (or should).
     masters: bool = False
-    #: True if the files hold optimizer state (or should), but no masters.
+    #: True if the files contain optimizer state (or should), but no master weights.
     moments_only: bool = False
-    #: True if there are moments beside the weights, under names of their own.
+    #: True if moments are stored next to the weights, under their own names.
     moments_named: bool = False
-    #: Table for a conversion that takes the step (or not) and the state (or not), where both have such names.
+    #: Returns the table for a conversion with or without the step, and with or without the state, if both
+    #: have such names.
     rules: Callable[[bool, bool], Table] | None = None
-    #: True if the files say that there are no moments: it never took a step.
+    #: True if the files state that there are no moments: the optimizer never took a step.
     unstepped: bool = False
-    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
+    #: The copy of the weights to use by default: ``params`` or ``masters``.
     weights: str = "params"
-    #: True if the files hold parameters besides the masters.
+    #: True if the files contain parameters besides the master weights.
     params_stored: bool = True
-    #: What is wrong with its files; no error where only the parameters are asked for.
+    #: Problems with its files; not errors if only the parameters are requested.
     findings: list[Finding] = field(default_factory=list)
-    #: What of the state cannot be taken; it matters only where that is asked for.
+    #: Optimizer state that cannot be converted; it matters only if the state is requested.
     unread: list[Finding] = field(default_factory=list)
-    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
+    #: Names of parameters without moments: they were not trained, or are aliases of one that was.
     untrained: set[str] = field(default_factory=set)
-    #: Of these, the parameters that the files say were not to be trained.
+    #: The parameters among these that the files state to be frozen.
     frozen: set[str] = field(default_factory=set)
-    #: Files that hold masters.
+    #: Files that contain master weights.
     state_files: list[StateFile] = field(default_factory=list)
-    #: Its groups of parameters; None where the files do not tell which parameters each has.
+    #: Its groups of parameters; None if the files do not state which parameters each group has.
     groups: list[Group] | None = None
-    #: Moments under names of their own, which a conversion takes as the parameters' slots.
+    #: Moments under their own names, which a conversion uses as the parameters' slots.
     beside: Moments | None = None
-    #: Paths of the files that hold nothing but optimizer state.
+    #: Paths of the files that contain only optimizer state.
     files: set[str] = field(default_factory=set)
-    #: Steps by file.
+    #: Steps of each file.
     steps: dict[int, list[float]] = field(default_factory=dict)

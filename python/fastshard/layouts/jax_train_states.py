@@ -1,5 +1,5 @@
 """Layout tables of JAX train states, derived from the rules of the weights: layers stacked by a scan, and the
-optimizer's moments beside them.
+optimizer's moments.
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from ..common.errors import FastshardError
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
 
-#: How a table treats what is no weight: rules for it, none, or rules that leave it out.
+#: How a table treats state that is not a weight: it has rules for it, has none, or has rules that omit it.
 State = Literal["kept", "absent", "left out"]
 
-#: Moment -> power of the factor that its weight is stored with. A gradient scales inversely.
+#: Moment -> power of the factor with which its weight is stored. A gradient scales inversely.
 MOMENTS = {"mu": -1.0, "nu": -2.0}
-#: A layer's place in a name, where layers lie apart.
+#: The placeholder of a layer in a name, if layers are stored separately.
 _LAYERS = "layers_{L}"
-#: A layer's place among those of a set, which has numbers and a stack of its own.
+#: The placeholder of a layer among those of a set with its own numbers and its own stack.
 _OF_SET = compile_when_used(r"_\{L of (\w+)\}")
-#: A layer's number in a name, with the set whose layers have the tensor, if not all layers have it.
+#: The placeholder of a layer's number in a name, with the set of layers that have the tensor, if not all
+#: layers do.
 _OF_CYCLE = compile_when_used(r"layers_\{L(?: in (\w+))?\}")
-#: Why the optimizer's state is not in a result.
+#: Why a result omits the optimizer's state.
 LEFT_OUT = "optimizer state: --optimizer includes it, if the target can hold it"
-#: Why keys of random numbers are not in a result.
+#: Why a result omits keys of random numbers.
 RANDOM = "the state of random numbers: it is not a weight"
 NO_STEP = "the step of a train state: the target cannot store it"
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """A cycle of different layers, which a scan runs together. Each place in the cycle has its own stack.
+    """A cycle of different layers that one scan runs together. Each place in the cycle has its own stack.
 
-    The layers of place N are the set ``cycle_N`` of the table.
+    The layers of place N form the table's set ``cycle_N``.
     """
 
     #: Number of layers in the cycle.
     length: int
-    #: Name of a place's stack below ``layers.``, with the place in braces.
+    #: Name of a place's stack below ``layers.``, with the place number in braces.
     stack: str
-    #: Places of the layers of a set, by its name. Other sets have all places.
+    #: Places of the layers of a set, by the set's name. Other sets have all places.
     places: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def list_places(self, of: str | None) -> Sequence[int]:
@@ -49,7 +50,7 @@ class Cycle:
         return self.places.get(of or "", range(self.length))
 
     def list_sets(self, count: int) -> dict[str, tuple[str, list[int]]]:
-        """Return the sets of layers, by name: those of each place, and those of the sets of several places.
+        """Return the sets of layers, by name: one for each place, and one for each set of several places.
 
         Args:
             count: the number of all layers.
@@ -64,38 +65,38 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Names:
-    """The way in which a train state spells the names that its table declares."""
+    """A train state's spelling of the names that its table declares."""
 
-    #: Where the weights' names begin; the table says `declared` there.
+    #: Where the weights' names begin; the table has `declared` in its place.
     root: str
     declared: str
-    #: Name of a moment, by ``mu`` or ``nu`` and the rest of its weight's name.
+    #: Returns the name of a moment, from ``mu`` or ``nu`` and the rest of its weight's name.
     moment: Callable[[str, str], str]
-    #: Counter of the optimizer.
+    #: Name of the optimizer's step counter.
     count: str
-    #: Kinds of moments that there are; others have no rules.
+    #: The existing kinds of moments; others have no rules.
     slots: tuple[str, ...] = tuple(MOMENTS)
-    #: State besides, which is kept as it is: names of scalars.
+    #: Names of other scalars of the state, which are kept unchanged.
     scalars: tuple[str, ...] = ()
-    #: All of the optimizer's state, by name; what no rule names is left out by name too.
+    #: Names of all optimizer state. State that no rule names is omitted by name.
     state: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one train state, from which the table of a result is made."""
+    """The rules of one train state, from which a result's table is made."""
 
     weights: Table
     names: Names
-    #: Axis of the layers, where they are stacked.
+    #: Axis of the layers, if they are stacked.
     scan: int | None = None
     #: The cycle of different layers, if there is one.
     cycle: Cycle | None = None
-    #: Why nothing can be made of it but a merge.
+    #: Why only a merge is possible.
     unclear: FastshardError | None = None
-    #: Name stored, or pattern of such names, by the one in `names`; None where they are the same.
+    #: Returns the stored name, or pattern of names, for one in `names`; None if they are the same.
     spell: Callable[[str], str] | None = None
-    #: Names stored of the state of random numbers.
+    #: Stored names of the random-number state.
     random: tuple[str, ...] = ()
 
     def __call__(self, step: bool, optimizer: bool) -> Table:
@@ -129,7 +130,7 @@ class Rules:
         return self._spell_rules(whole, [])
 
     def _spell_rules(self, whole: Table, more: list[Rule]) -> Table:
-        """Return a table with the names stored, and with more rules."""
+        """Return a table with the stored names and additional rules."""
         spell = self.spell
         if spell is None:
             return whole.with_rules([*whole.rules, *more]) if more else whole
@@ -137,9 +138,9 @@ class Rules:
 
 
 def stack_layers(rule: Rule, axis: int, cycle: Cycle | None = None) -> list[Rule]:
-    """Return the rules of the tensors that a scan over layers stacks along an axis.
+    """Return the rules of tensors that a scan over layers stacks along an axis.
 
-    A cycle of different layers has one rule for each place, other layers have one rule. A negative axis
+    A cycle of different layers gets one rule for each place; other layers get one rule. A negative axis
     counts from the end, including the axis of layers. An axis beyond the last, which flax refuses for
     vectors, means the last.
     source: flax core/axes_scan.py
@@ -160,7 +161,7 @@ def stack_layers(rule: Rule, axis: int, cycle: Cycle | None = None) -> list[Rule
 
 
 def place(rank: int, axis: int) -> int:
-    """Return the dimension of the layers in a stack of tensors of a given rank."""
+    """Return the dimension of the layers in a stack of tensors with a given number of dimensions."""
     return min(axis, rank) if axis >= 0 else max(rank + 1 + axis, 0)
 
 

@@ -1,6 +1,7 @@
-"""Classes of a ``model_type``, from a table's section ``[model.MODEL_TYPE]``: the class of transformers, what
-it computes, and the keys of its ``config.json``. Conversions between frameworks need it; see
-``docs/layouts.md``."""
+"""Classes of a ``model_type``, from a table's section ``[model.MODEL_TYPE]``: the transformers class, what it
+computes, and the keys of its ``config.json``. Conversions between frameworks need these; see
+``docs/layouts.md``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
 
-#: Projections that may have a bias, in the order in which a model tells them: queries, keys and values;
-#: attention's output; the first projections of the MLP; its output.
+#: Projections that may have a bias, in the order in which a model lists them: queries, keys and values;
+#: attention output; the first MLP projections; MLP output.
 PLACES = ("qkv", "out", "mlp", "mlp_out")
 #: Keys of ``config.json`` that some classes have and others do not.
 KEYS = frozenset(
@@ -65,11 +66,11 @@ KEYS = frozenset(
         "use_qk_norm",
     )
 )
-#: Kinds of attention: heads, or groups of them, with keys and values of their own; keys and values from one
-#: latent (MLA); gated delta nets, which carry a state along instead.
+#: Kinds of attention: heads, or groups of heads, with separate keys and values; keys and values from one
+#: latent (MLA); gated delta nets, which carry a state instead.
 ATTENTIONS = ("heads", "latent", "delta")
-#: In which layers a window is: in all; in those that the config names; in those of the table's set
-#: ``windowed``; or in some, and nothing tells which.
+#: Which layers have a window: all; those that the config names; those of the table's set ``windowed``; or
+#: some that nothing identifies.
 WINDOWS = ("all", "named", "set", "unknown")
 #: Functions by which a router scores experts.
 SCORES = ("softmax", "sigmoid")
@@ -115,7 +116,7 @@ def _are_keys(value: Any) -> bool:
     return _are_texts(value) and set(value) <= KEYS
 
 
-#: What an entry of a section must be, in words and as a test.
+#: Requirements for the entries of a section: the text for messages, and a test.
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kind": ("a text", _is_text),
     "architecture": ("a text", _is_text),
@@ -144,80 +145,80 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "fixed": ("a table", _is_table),
     "dense_layout": ("a text", _is_text),
 }
-#: Those that every section has.
+#: Entries that every section must have.
 _NEEDED = ("kind", "architecture", "keys")
 
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A checked section of a model class."""
+    """A validated section of a model class."""
 
     model_type: str
-    #: The table that has it, and its family.
+    #: The table that contains the section, and the table's family.
     layout: str
     family: str
-    #: As messages call it, e.g. ``Llama``.
+    #: The class's name in messages, e.g. ``Llama``.
     kind: str
     architecture: str
-    #: Those of ``KEYS`` that its config has.
+    #: The keys among ``KEYS`` that its config has.
     keys: Sequence[str]
-    #: Keys that its config has under another name: one of ``KEYS`` by that name.
+    #: Keys that its config has under other names: that name -> the key in ``KEYS``.
     own_keys: Mapping[str, str] = field(default_factory=dict)
-    #: Of the classes that compute a model, the one with the lowest number is written; None for one that is
-    #: only read.
+    #: Rank among the classes that compute the same model: the class with the lowest number is written. None
+    #: for a class that is only read.
     order: int | None = None
     norm: str = "RMSNorm"
     norm_bias: bool = False
     gated: bool = True
     qk_norm: bool = False
-    #: False where each head of queries has keys and values of its own.
+    #: False if each query head has its own keys and values.
     grouped: bool = True
-    #: The kinds of attention of its layers.
+    #: The kinds of attention in its layers.
     attentions: Sequence[str] = ("heads",)
-    #: A gate, computed together with the queries, scales the heads' output.
+    #: True if a gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
-    #: Each head has a sink: a number that its softmax counts as one more score.
+    #: True if each head has a sink: a number that its softmax counts as one more score.
     sinks: bool = False
-    #: An indexer chooses the tokens that attention sees.
+    #: True if an indexer chooses the tokens that attention sees.
     indexed: bool = False
-    #: The experts of a layer are written as one tensor, as the hub has them.
+    #: True if the experts of a layer are written as one tensor, as on the Hub.
     stacked: bool = False
-    #: How the router of a mixture scores experts.
+    #: How the router scores experts.
     scores: str = "softmax"
-    #: The router adds a bias to its scores.
+    #: True if the router adds a bias to its scores.
     router_bias: bool = False
-    #: The function of its MLPs, whatever a config says; None where the config says it.
+    #: The MLP activation, whatever the config states; None if the config states it.
     activation: str | None = None
-    #: Each set of biases that it may have.
+    #: The sets of biases that a model may have.
     biases: Sequence[Sequence[str]] = ((),)
-    #: The layers that see a window only; None where attention takes no notice of one.
+    #: Which layers have a window; None if attention ignores windows.
     window: str | None = None
-    #: Kinds of scaled rotary embeddings; None for all.
+    #: Supported kinds of rotary scaling; None for all.
     scalings: Sequence[str] | None = None
-    #: What a config means that leaves keys out.
+    #: The values of keys that a config omits.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    #: What is written besides, whatever the model is.
+    #: Values that are also written, for every model.
     config: Mapping[str, Any] = field(default_factory=dict)
-    #: Keys that are written as null where nothing states them, since the class has other defaults.
+    #: Keys that are written as null if nothing states them, because the class has other defaults.
     null: Sequence[str] = ()
-    #: Keys that a config may state with these values alone: with others it is another computation.
+    #: Keys that a config may state only with these values. Other values change the computation.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    #: The table of its mixtures with dense layers among the others; None where it has one for both, or has no
-    #: such models.
+    #: The table of its MoE models that also have dense layers; None if it has one table for both, or no such
+    #: models.
     dense_layout: str | None = None
 
     @property
     def latent(self) -> bool:
-        """True for keys and values from a latent."""
+        """True if keys and values come from a latent."""
         return "latent" in self.attentions
 
     @property
     def experts(self) -> bool:
-        """True for a mixture of experts."""
+        """True for an MoE model."""
         return self.having("num_experts_per_tok")
 
     def having(self, *keys: str) -> bool:
-        """Return True if the class's config has one of these keys."""
+        """Return True if the class's config has one of the given keys."""
         return not set(keys).isdisjoint({*self.keys, *self.own_keys.values()})
 
 

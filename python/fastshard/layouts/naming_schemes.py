@@ -1,10 +1,10 @@
-"""Other frameworks' names for models of Hugging Face: each framework has separate tables for them."""
+"""Other frameworks' names for Hugging Face models, with separate tables for each framework."""
 
 from __future__ import annotations
 
 from .tables import names
 
-#: What such tables' names begin with, the framework, and the model types whose computation it shares.
+#: Prefix of a framework's table names, the framework's name, and the model types that it also computes.
 #: source: torchtitan models/{llama3,qwen3,qwen3_5,deepseek_v3,gpt_oss}, OLMo-core nn/hf/convert.py
 _FRAMEWORKS = {
     "torchtitan": (
@@ -22,7 +22,7 @@ def table_of(spelling: str, layout: str) -> str | None:
 
 
 def tables(layout: str) -> dict[str, str]:
-    """List tables with other names for a model, by the framework's word for ``--to dcp:...``."""
+    """List the tables with other names for a model, by the framework's name in ``--to dcp:...``."""
     return {spelling: name for spelling in _FRAMEWORKS if (name := table_of(spelling, layout)) is not None}
 
 

@@ -1,6 +1,6 @@
-"""Names of flax NNX in checkpoints of MaxText and Tunix, and the names of a train state that they stand for.
+"""Names of flax NNX in checkpoints of MaxText and Tunix, and the corresponding names of a train state.
 
-An NNX state has no collections: its weights begin at the module, or below what wraps it. A variable is a node
+An NNX state has no collections: its weights begin at the module, or below a wrapper. A variable is a node
 with one leaf, ``value``. The items of a list are numbered.
 
 source: flax nnx/variablelib.py (Variable), nnx/statelib.py (to_pure_dict); MaxText common/train_state_nnx.py,
@@ -16,14 +16,15 @@ from collections.abc import Iterable, Mapping
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
 
-#: Items of a step that Tunix keeps apart. source: Tunix sft/checkpoint_manager.py
+#: Items that Tunix stores separately in a step. source: Tunix sft/checkpoint_manager.py
 MODEL_ITEM, OPTIMIZER_ITEM = "model_params", "optimizer_state"
-#: The weights in a train state of linen.
+#: Prefix of the weights in a linen train state.
 _LINEN = "params.params."
 _VALUE = ".value"
-#: `base` is Tunix's wrapper of the model, `model` that of MaxText's TrainStateNNX, `params` a collection.
+#: `base` is Tunix's wrapper of the model, `model` is that of MaxText's TrainStateNNX, and `params` is a
+#: collection.
 _WEIGHT = compile_when_used(r"^((?:(?:base|model|params)\.)*)((?:decoder|token_embedder)\..+)$")
-#: Modules that tell a language model of MaxText from another tree with a decoder.
+#: Modules that distinguish a MaxText language model from another tree with a decoder.
 _TELLING = frozenset({"token_embedder", "decoder_norm", "self_attention", "logits_dense"})
 _OPTIMIZER = "optimizer."
 _STATE = compile_when_used(r"^(?:optimizer\.)?(step|opt_state)(?=\.|$)")
@@ -31,42 +32,42 @@ _MOMENT = compile_when_used(
     r"^(opt_state\.(?:\d+\.)*(?:mu|nu)\.)((?:(?:base|model|params)\.)*)((?:decoder|token_embedder)\..+)$"
 )
 _INDEX = compile_when_used(r"\.(\d{1,9})(?=\.|$)")
-#: A tensor of a single layer, and what lies before the layer's number.
+#: A tensor of a single layer, with the separator before the layer's number.
 _LAYER = compile_when_used(r"(?:^|[._])layers([._])\d{1,9}\.")
-#: MaxText's place for variables that are no parameters. source: MaxText common/train_state_nnx.py
+#: MaxText's prefix for variables that are not parameters. source: MaxText common/train_state_nnx.py
 _BESIDE = "nnx_aux."
-#: Parts of names that random numbers lie below. source: MaxText common/train_state_nnx.py
+#: Name parts below which random-number state is stored. source: MaxText common/train_state_nnx.py
 _RANDOM = frozenset({"rngs", "dropout"})
 _RANDOM_ENDING = "_rngs"
-#: A factor of an adapter, by the last words of a part. source: qwix; MaxText
+#: A factor of an adapter, identified by the end of a name part. source: qwix; MaxText
 _FACTOR = compile_when_used(r"(?:^|[._])lora_[ab](?=\.|$)")
 
 
 @dataclass(frozen=True)
 class NnxNames:
-    """The names of a tree, by what they stand for."""
+    """The stored names of a tree, by their meaning."""
 
-    #: Stored name by the name in a train state of linen, of weights and optimizer.
+    #: Stored names of weights and optimizer state, by their names in a linen train state.
     stored: Mapping[str, str]
-    #: Where the weights begin in the tree, and in the names of a train state.
+    #: Prefix of the weights in the tree, and in the names of a train state.
     container: str
     root: str
-    #: State that is no weight: random keys and the counts of their draws.
+    #: State that is not a weight: random keys and their draw counters.
     random: tuple[str, ...] = ()
-    #: Factors of an adapter, by their stored names.
+    #: Stored names of an adapter's factors.
     factors: tuple[str, ...] = ()
-    #: Stored names that stand for one tensor, by its name.
+    #: Stored names that refer to the same tensor, by the tensor's name.
     repeated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Where further weights begin.
+    #: Prefixes of other weights.
     other_containers: tuple[str, ...] = ()
-    #: Where the weights begin in the names of moments.
+    #: Prefix of the weights in the names of moments.
     moments_container: str = ""
-    #: What the stored names of weights end with, and what lies before a layer's number in them.
+    #: The suffix of the weights' stored names, and the separator before a layer's number in them.
     ending: str = ""
     separator: str = "_"
 
     def spell(self, name: str) -> str:
-        """Return the stored name, or the pattern of such names, by the one in a train state of linen."""
+        """Return the stored name, or pattern of names, for a name in a linen train state."""
         if name in self.stored:
             return self.stored[name]
         moment = _MOMENT.match(name)
@@ -87,12 +88,12 @@ class NnxNames:
 
 
 def is_random(name: str) -> bool:
-    """Return True for the state of random numbers."""
+    """Return True for random-number state."""
     return any(part in _RANDOM or part.endswith(_RANDOM_ENDING) for part in name.split("."))
 
 
 def read(names: Iterable[str]) -> NnxNames | None:
-    """Return what the names of a tree stand for; None for a tree without weights of MaxText."""
+    """Return the meanings of a tree's names; None for a tree without MaxText weights."""
     known = list(names)
     random = tuple(name for name in known if is_random(name))
     taken = set(random)
@@ -121,7 +122,9 @@ def read(names: Iterable[str]) -> NnxNames | None:
     separator = separators.most_common(1)[0][0] if separators else "_"
 
     def is_odd(name: str) -> tuple[bool, bool]:
-        """Return in what a name differs from most others, so that these come first."""
+        """Return the ways in which a name differs from most others; as a sort key, this puts usual names
+        first.
+        """
         layer = _LAYER.search(name)
         return name.endswith(_VALUE) != bool(ending), layer is not None and layer[1] != separator
 
@@ -146,12 +149,12 @@ def read(names: Iterable[str]) -> NnxNames | None:
 
 
 def _fold_indices(name: str) -> str:
-    """Return a name with places in lists as parts of the lists' names: ``layers.0`` is ``layers_0``."""
+    """Return a name in which list indices are part of the list's name: ``layers.0`` becomes ``layers_0``."""
     return _INDEX.sub(r"_\1", name)
 
 
 def _name_in_optimizer(name: str, is_linen: bool) -> str:
-    """Return the name of a part of the optimizer's state in a train state of linen."""
+    """Return the name that a part of the optimizer's state has in a linen train state."""
     bare = name.removeprefix(_OPTIMIZER)
     bare = bare if is_linen else bare.removesuffix(_VALUE)
     moment = _MOMENT.match(bare)

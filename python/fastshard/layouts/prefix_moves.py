@@ -1,4 +1,4 @@
-"""Parts of a model at another place in memory than on disk: prefixes of names that correspond.
+"""Modules that have another place in memory than on disk: prefixes of names that correspond.
 
 source: transformers conversion_mapping.py (LLaVA: ``model.language_model.`` in memory is
     ``language_model.model.`` on disk)
@@ -12,21 +12,21 @@ from collections.abc import Callable, Collection, Iterable
 from ..common.records import dataclass, field
 
 Parts = tuple[str, ...]
-#: Prefixes that are told at most.
+#: Maximum number of prefixes in a message.
 _MOST_NAMED = 8
 
 
 @dataclass
 class Moved:
-    """Prefixes that correspond to each other, and the resulting names."""
+    """Prefixes that correspond, and the resulting names."""
 
-    #: What stands for what; both end with a dot, or are empty.
+    #: Pairs of corresponding prefixes; each ends with a dot or is empty.
     prefixes: dict[str, str] = field(default_factory=dict)
-    #: The other name of each that has one.
+    #: The corresponding name of each name that has one.
     names: dict[str, str] = field(default_factory=dict)
-    #: Prefixes that could stand for one another, where another one could as well.
+    #: Pairs of prefixes that may correspond, although another pair fits too.
     uncertain: dict[tuple[str, str], None] = field(default_factory=dict)
-    #: How many names lie below these.
+    #: The number of names below these prefixes.
     undecided: int = 0
 
     def __str__(self) -> str:
@@ -35,26 +35,26 @@ class Moved:
         return ", ".join(texts[:_MOST_NAMED] + more)
 
     def of(self, name: str) -> str:
-        """Return the other name of a tensor below a known prefix; the name itself for other tensors."""
+        """Return the corresponding name of a tensor below a known prefix; return other names unchanged."""
         own = max((own for own in self.prefixes if name.startswith(own)), key=len, default="")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
     @property
     def readings(self) -> str:
-        """Readings that are uncertain, in words."""
+        """The uncertain correspondences, as text."""
         return "; ".join(_as(own, other) for own, other in self.uncertain)
 
 
 def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, str], bool]) -> Moved:
     """Find the prefixes that map names to other names.
 
-    A prefix corresponds to another if each name below it has a fitting counterpart there. Names that both
-    sides have stay. Numbers and the last module stay, and parts are moved, added or removed, but not
-    replaced.
+    A prefix corresponds to another if each name below it has a fitting counterpart there. Names that occur on
+    both sides stay unchanged. Numbers and the last module stay; other parts may be moved, added or removed,
+    but not replaced.
 
     Args:
         names: names to map; the function drops none of them.
-        others: names that they may stand for.
+        others: names to which they may correspond.
         fits: returns True if the tensors with two names may be the same.
     """
     both = set(names) & set(others)
@@ -67,7 +67,7 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
     takers: dict[str, list[str]] = defaultdict(list)
 
     def counterparts(depth: int, below: list[Parts]) -> list[Parts]:
-        """List the prefixes that the common beginning of some names may stand for."""
+        """List the prefixes to which the common prefix of some names may correspond."""
         first = below[0]
         own, rest = first[:depth], first[depth:]
         likely = []
@@ -122,7 +122,7 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
 
 
 def _neighbours(found: Moved, names: Iterable[str], free: set[str]) -> None:
-    """Map names without a fitting counterpart like their neighbours.
+    """Map names without a fitting counterpart in the same way as their neighbours.
 
     Findings about such tensors then have the right name.
     """
@@ -162,17 +162,17 @@ def _numbers(parts: Parts) -> Parts:
 
 
 def _keeps(own: Parts, other: Parts) -> bool:
-    """Return True if one name contains all parts of the other."""
+    """Return True if one name contains all parts of the other one."""
     return set(own) <= set(other) or set(other) <= set(own)
 
 
 def _ends_alike(name: Parts, other: Parts) -> bool:
-    """Return True if both names end alike: the same tensor of a module with the same name."""
+    """Return True if both names have the same ending: the same tensor of a module with the same name."""
     return all(a == b for a, b in zip(name[:-3:-1], other[:-3:-1], strict=False))
 
 
 def _as(own: str, other: str) -> str:
-    """Describe the change of a prefix in words."""
+    """Describe the change of a prefix in a message."""
     if not own:
         return f"with {other!r} before them"
     return f"without {own!r}" if not other else f"{own}* as {other}*"

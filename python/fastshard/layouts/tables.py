@@ -21,7 +21,7 @@ __all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "reg
 
 _FOLDER = Path(__file__).parent
 _registered: dict[str, str] = {}
-#: Those that were parsed, by name.
+#: Parsed tables, by name.
 _parsed: dict[str, _core.Table] = {}
 
 
@@ -101,7 +101,7 @@ def is_registered(name: str) -> bool:
 
 @cache
 def _installed() -> dict[str, str]:
-    """Return the tables of installed packages, by name, which is that of the file."""
+    """Return the tables of installed packages, by name (the file name)."""
     files = list_layout_files()
     return {
         file.name.removesuffix(".toml"): safe_files.read_text(
@@ -123,11 +123,11 @@ def family(name: str) -> str:
 def table(name: str) -> _core.Table:
     """Return a parsed table.
 
-    Callers look up names in its rules, or derive other tables from them, without its text.
+    Callers can look up names in its rules, or derive other tables from them, without parsing its text.
 
     Raises:
         KeyError: if no table has that name.
-        FastshardError: ``FS210`` if it extends a table that has changed and that it no longer fits.
+        FastshardError: ``FS210`` if it extends a table that has changed so that it no longer fits.
     """
     return _table(name, ())
 
@@ -149,7 +149,7 @@ def _table(name: str, above: tuple[str, ...]) -> _core.Table:
 
 
 def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.Table:
-    """Parse the table that a text declares, and those that it extends.
+    """Parse a table from its text, and the tables that it extends.
 
     Raises:
         FastshardError: ``FS210`` if it is not valid, or extends itself or a table that is not registered.
@@ -169,7 +169,8 @@ def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.T
 def classes() -> dict[str, model_classes.ModelClass]:
     """Return the classes that tables describe, by ``model_type``.
 
-    A user's classes replace built-in ones. The order is that of the classes, those without one last.
+    A user's classes replace built-in ones. Classes are sorted by their ``order``; those without one come
+    last.
     """
     own_last = sorted(names(), key=is_registered)
     found = {kind: of for name in own_last for kind, of in model_classes.of_table(table(name)).items()}
@@ -200,9 +201,9 @@ def of_config(config: str, file: str | None = None) -> str | None:
 
 
 def _may_be_for(name: str, config: str) -> bool:
-    """Return True if a config contains a word that a table is for.
+    """Return True if a config contains a word that identifies a table's models.
 
-    No table inherits the words of another.
+    Tables do not inherit these words.
     """
     is_escaped = "\\u00" in config
     return is_registered(name) or is_escaped or any(f'"{kind}"' in config for kind in _model_types(name))
@@ -210,7 +211,7 @@ def _may_be_for(name: str, config: str) -> bool:
 
 @cache
 def _model_types(name: str) -> tuple[str, ...]:
-    """Return the values of ``model_type`` that a built-in table is for, from its text."""
+    """Return the ``model_type`` values that a built-in table supports, from the table's text."""
     lists = re.findall(r"^model_type = \[(.*)\]$", get(name), re.MULTILINE)
     return tuple(kind for each in lists for kind in re.findall(r'"([^"]*)"', each))
 

@@ -13,9 +13,9 @@ _TRANSPARENT = {
     "_checkpoint_wrapped_module": "torch's activation checkpointing",
     "_forward_module": "Lightning",
 }
-#: Parts by which no model's own names are told any more. source: PEFT, TRL
+#: Parts after which the model's own name cannot be recovered. source: PEFT, TRL
 _WRAPPERS = {"base_layer": "PEFT", "modules_to_save": "PEFT", "pretrained_model": "TRL"}
-#: The same where a name begins so.
+#: The same for the beginning of a name.
 _FIRST = {"module.": "DistributedDataParallel", "base_model.model.": "PEFT"}
 
 
@@ -37,20 +37,21 @@ def bare(names: Collection[str]) -> dict[str, str]:
 
 
 def _have_any(names: Iterable[str], words: Iterable[str]) -> bool:
-    """Return True if one of the words stands somewhere in the names."""
+    """Return True if any of the words occurs in the names."""
     text = "\n".join(names)
     return any(word in text for word in words)
 
 
 def put_in(name: str) -> str | None:
-    """Return the wrapper that added a part to a name, of those that :func:`bare` knows."""
+    """Return the wrapper that added a part to a name, if :func:`bare` knows it."""
     return next((_TRANSPARENT[part] for part in name.split(".") if part in _TRANSPARENT), None)
 
 
 def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
-    """Find a name that a wrapper or an adapter has changed, and which one did; None if there is none.
+    """Find a name that a wrapper or an adapter has changed, and the one that changed it; None if there is
+    none.
 
-    A factor of an adapter comes first.
+    Adapter factors come first.
     """
     names = list(names)
     if not _have_any(names, ("lora_", *_TRANSPARENT, *_WRAPPERS, *_FIRST)):
