@@ -1,1 +1,1 @@
-"""Targets: which files a framework loads, what they are called, and which of them is written last."""
+"""Targets: the files that a framework loads, their names, and the file that is written last."""

@@ -24,7 +24,7 @@ from .request import Request
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Multiple of a vocabulary at most.
+#: Maximum of a vocabulary's row multiple.
 MAX_MULTIPLE = 1 << 31
 
 
@@ -33,17 +33,17 @@ class Drafted:
     """A tensor of the target, as each rank stores it."""
 
     dtype: str
-    #: What a rank holds.
+    #: Shape of a rank's shard.
     shape: list[int]
     bytes: int
-    #: Shape of the whole tensor.
+    #: Shape of the full tensor.
     whole: list[int]
-    #: (dimension, parallel dimension, parts) for each dimension that ranks share: a rank holds its equal
-    #: share of each part of the whole, one after another. None where they hold anything else.
+    #: (dimension, parallel dimension, parts) for each dimension that ranks divide: a rank stores its equal
+    #: share of each part, one after another. None if ranks store anything else.
     cuts: list[tuple[int, str, list[int]]] | None
-    #: Its layer, if it is of one.
+    #: Its layer, if it is in one.
     layer: int | None = None
-    #: Its expert, if it is of one.
+    #: Its expert, if it is in one.
     expert: int | None = None
 
     def first(self, coords: Mapping[str, int]) -> list[int]:
@@ -59,17 +59,17 @@ class Drafted:
 class Bound:
     """Facts that are known after a draft has bound the axes of a target."""
 
-    #: Extents.
+    #: Extents by axis.
     axes: dict[str, int]
     #: The target's tensors by name.
     tensors: dict[str, Drafted]
     #: Names of the source's tensors.
     stored: Iterable[str]
-    #: torch name of the weights' dtype.
+    #: The weights' dtype, by torch's name.
     dtype: str | None
-    #: The model's, if one was given or found.
+    #: The model's tokenizer, if one was given or found.
     tokenizer: Tokenizer | None = None
-    #: The optimizer's, for targets that take it as slots.
+    #: The optimizer state, for targets that take moments as slots.
     state: State | None = None
 
     @property
@@ -85,19 +85,19 @@ class Bound:
 class Completed:
     """The parts of a result that a target derives from a draft."""
 
-    #: Small files besides, by path.
+    #: Other small files, by path.
     texts: dict[str, str] = field(default_factory=dict)
-    #: What had to be assumed.
+    #: Findings about assumptions that the target made.
     findings: list[Finding] = field(default_factory=list)
-    #: Files that hold the tensors, as the core takes them; none to fill safetensors files in order.
+    #: Files for the tensors, in the core's form; empty to fill safetensors files in order.
     files: list[_core.PlacedFile] = field(default_factory=list)
-    #: Top-level names that appear after all others, the last of them the one that readers start from; by
-    #: default the index or the first file.
+    #: Top-level names that appear after all others. Readers start from the last one. By default these are the
+    #: index or the first file.
     pointers: tuple[str, ...] = ()
-    #: Tensors that are written in another integer type than they were drafted in.
+    #: Tensors that are written in another integer dtype than drafted.
     dtypes: dict[str, str] = field(default_factory=dict)
-    #: Scalars that no tensor of the source gives: (dtype, whole number) by name, to be named by one of the
-    #: files.
+    #: Scalars that do not come from a tensor of the source: (dtype, integer) by name. One of the files must
+    #: contain each name.
     constants: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -124,28 +124,28 @@ def padded_rows(axes: dict[str, int], multiple: int) -> int:
 
 
 class Target(ABC):
-    """The form that a conversion gives a source. Its class states which sources and options it supports."""
+    """A form into which a conversion brings a source. The class states the supported sources and options."""
 
-    #: As ``--to`` names it.
+    #: Its names in ``--to``.
     names: ClassVar[tuple[str, ...]]
     options: ClassVar[tuple[Option, ...]] = ()
-    #: Tensors are written whole.
+    #: True if each tensor is written in full.
     is_whole: ClassVar[bool] = False
-    #: Names and shapes of any source stay: a merge in another container.
+    #: True if names and shapes of any source stay unchanged: a merge into another container.
     is_container: ClassVar[bool] = False
-    #: It holds a model whatever its head is.
+    #: True if the target supports models with any head.
     takes_any_head: ClassVar[bool] = False
     holds_optimizer: ClassVar[bool] = False
-    #: It holds a model with its optimizer only, so that ``--optimizer`` goes without saying.
+    #: True if the target always contains the optimizer, so that ``--optimizer`` is implied.
     needs_optimizer: ClassVar[bool] = False
-    #: It takes moments as slots of its weights (:class:`~fastshard.targets.optimizer_state.State`), wherever
-    #: they come from.
+    #: True if moments can be slots of its weights (:class:`~fastshard.targets.optimizer_state.State`),
+    #: wherever they come from.
     takes_slots: ClassVar[bool] = False
-    #: It has a place for the step of a train state.
+    #: True if it stores the step of a train state.
     keeps_step: ClassVar[bool] = False
-    #: A result is written by :mod:`fastshard.zarr.array_writer`.
+    #: True if :mod:`fastshard.zarr.array_writer` writes the result.
     writes_arrays: ClassVar[bool] = False
-    #: The name that was asked for.
+    #: The requested name.
     name: str
 
     @classmethod
@@ -160,7 +160,7 @@ class Target(ABC):
 
     @property
     def keeps_names(self) -> bool:
-        """True if no table describes the names of a model, so that they stay."""
+        """True if no table describes the model's names, so that they stay unchanged."""
         return False
 
     @abstractmethod
@@ -174,18 +174,18 @@ class Target(ABC):
 
 @dataclass
 class TrainerTarget(Target):
-    """A checkpoint from which a trainer continues.
+    """A checkpoint from which a trainer continues training.
 
-    It has files of tensor-parallel ranks and pipeline stages, and a vocabulary padded for them.
+    It has files for tensor-parallel ranks and pipeline stages, and a vocabulary padded for these ranks.
     """
 
     source: Source
     name: str
     topology: Topology
-    #: Each rank holds a multiple of this many rows of the vocabulary.
+    #: The vocabulary rows of each rank are a multiple of this number.
     multiple: int
     facts: dict[str, bool]
-    #: The model; None for a source that carries the trainer's own values.
+    #: The model; None for a source that contains the trainer's own values.
     model: Model | None
     #: Name of the layout table.
     layout: str
@@ -205,6 +205,6 @@ class TrainerTarget(Target):
         return padded_rows(axes, self.multiple * self.topology.tp)
 
     def iteration(self) -> int:
-        """Return the iteration to continue from; 0 for models from another format."""
+        """Return the iteration from which to continue; 0 for models from another format."""
         value = self.source.files.values.get("iteration") if self.model is None else None
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

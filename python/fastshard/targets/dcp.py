@@ -24,22 +24,22 @@ from .optimizer_state import DECOUPLED, State
 from .pickle_tree import TensorOf, tree
 from .request import Request
 
-#: Forms under other names, and below which key the trainer looks for the model.
+#: Targets with other names, and the key under which the trainer looks for the model.
 #: source: torchtitan components/checkpoint.py (ModelWrapper, at top level), OLMo-core distributed/checkpoint
 #: (prepare_state_dict)
 _SPELLED = {"dcp:torchtitan": "torchtitan", "dcp:olmo_core": "olmo_core"}
 
 _BELOW = {"dcp:olmo_core": "model."}
-#: The parts of a state, where an optimizer goes along. source: torch's recipe of DCP, ``{"model": ...,
+#: Prefixes of a state's parts, if the optimizer is included. source: torch's recipe of DCP, ``{"model": ...,
 #: "optim": ...}``
 _MODEL, _OPTIMIZER = "model.", "optim."
-#: A file of a whole model grows to about this many bytes: a reader opens few, a loss of one is small.
+#: Approximate maximum size of a file with full tensors: readers open few files, and losing one loses little.
 _FILE_BYTES = 5 << 30
 
 
 @dataclass
 class Records:
-    """The records of ``.distcp`` files, and their entries in ``.metadata``."""
+    """Records of ``.distcp`` files, and their entries in ``.metadata``."""
 
     folder: str = ""
     _files: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Records:
 
         Args:
             file: the file's name.
-            coords: the rank whose outputs the file contains, by its ranks on each parallel dimension.
-            name: the output.
+            coords: the rank whose outputs the file contains, by parallel dimension.
+            name: name of the output.
             of: fully qualified name of the full tensor.
             extents: shape of the full tensor.
             at: first index of the chunk.
@@ -72,7 +72,7 @@ class Records:
         self._files.setdefault(file, (dict(coords), []))[1].append(record)
 
     def scalar(self, file: str, name: str) -> None:
-        """Add a scalar that does not come from a tensor of the source, by the name of the constant."""
+        """Add a scalar that does not come from a tensor of the source, under the name of its constant."""
         self.chunk(file, {}, name, name, [], [], [])
 
     def value(self, file: str, key: str, value: Any) -> None:
@@ -81,7 +81,7 @@ class Records:
         self._files.setdefault(file, ({}, []))[1].append({"key": key, "value": tree(value)})
 
     def files(self) -> list[_core.PlacedFile]:
-        """List the files that the target prescribes, ``.metadata`` last."""
+        """List the files of the target, ``.metadata`` last."""
         for entry in self._entries.values():
             chunks = entry.get("chunks", [])
             if len(chunks) == 1:
@@ -99,7 +99,7 @@ class Records:
 
 
 def stacked(whole: HfTarget) -> None:
-    """Make a target stack experts, as transformers 5 does in memory.
+    """Let a target stack experts, as transformers 5 does in memory.
 
     Raises:
         FastshardError: ``FS515`` for a model without experts.
@@ -115,15 +115,15 @@ def stacked(whole: HfTarget) -> None:
 class DcpTarget(Target):
     """A model in chunks that are divided along the layout's axes.
 
-    The names are those of Hugging Face, or of a trainer that has its own.
+    The names are those of Hugging Face, or those of a trainer that uses different ones.
     """
 
     whole: HfTarget
     tp: int
     name: str = "dcp"
-    #: Whose names the tensors have, if not Hugging Face's.
+    #: The framework whose names the tensors have, if not Hugging Face.
     spelling: str | None = None
-    #: What that trainer must compute, where the class of transformers is known.
+    #: The model that the trainer must compute, if its transformers class is known.
     model: Model | None = None
     names = ("dcp", *_SPELLED)
     options = (TP, STACKED_EXPERTS)
@@ -186,7 +186,7 @@ class DcpTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True if no table describes the names, so that they and the model's config stay."""
+        """True if no table describes the names, so that they and the model's config stay unchanged."""
         return self.whole.keeps_names
 
     def form(self) -> Form:
@@ -203,7 +203,7 @@ class DcpTarget(Target):
         return form
 
     def complete(self, bound: Bound) -> Completed:
-        """Return the files of each rank, several if a rank has many tensors, and config.json."""
+        """Return each rank's files (several if a rank has many tensors) and config.json."""
         whole = self.whole.complete(bound)
         records = Records()
         filled = [0] * self.tp
@@ -234,7 +234,7 @@ class DcpTarget(Target):
 
 
 def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, int]], dict[str, Any]]:
-    """Add the names of moments to those of the weights; return the steps and the records of the groups.
+    """Name the moments after their weights; return the steps and the records of the groups.
 
     source: torch/distributed/checkpoint/state_dict.py (get_optimizer_state_dict)
     """
@@ -252,7 +252,7 @@ def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, i
     return constants, values
 
 
-#: What torch's AdamW says of a group besides. A loader asks for those that its version has, and takes no
+#: Other AdamW settings that torch stores for a group. A loader asks for those of its version and ignores the
 #: others.
 #: source: torch/optim/adamw.py, adam.py
 _DEFAULTS: dict[str, Any] = {
@@ -267,7 +267,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:
-    """Return all hyperparameters that a loader may read of a group, without unknown numbers.
+    """Return all hyperparameters of a group that a loader may read, without unknown numbers.
 
     A loader stops if one of them is missing.
     """

@@ -1,4 +1,4 @@
-"""The target DeepSpeed universal: a folder of files per parameter, which DeepSpeed loads on any number of
+"""The target DeepSpeed universal: one folder of files per parameter, which DeepSpeed loads on any number of
 ranks.
 
 source: DeepSpeed checkpoint/ds_to_universal.py (what it writes), runtime/base_optimizer.py and
@@ -26,17 +26,17 @@ from .optimizer_state import ADAM, State
 from .pickle_tree import Size, TensorOf, tree
 from .request import Request
 
-#: Names the step that DeepSpeed loads.
+#: The file that names the step that DeepSpeed loads.
 _TRACKER = "latest_universal"
-#: Model files: stages 1 and 2 look for the first, stage 3 for the other.
+#: Model files: stages 1 and 2 look for the first one, stage 3 for the second one.
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-#: The version whose form this is; DeepSpeed refuses a state without one.
+#: The DeepSpeed version whose form is written. DeepSpeed refuses a state without a version.
 _VERSION = "0.19.0"
 
 
 @dataclass
 class UniversalTarget(Target):
-    """A model and its optimizer under Hugging Face's names, as DeepSpeed's own conversion writes them."""
+    """A model and its optimizer under Hugging Face names, as DeepSpeed's converter writes them."""
 
     source: Source
     whole: HfTarget
@@ -76,7 +76,7 @@ class UniversalTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True if no table describes the names, so that they and the model's config stay."""
+        """True if no table describes the names, so that they and the model's config stay unchanged."""
         return self.whole.keeps_names
 
     def form(self) -> Form:
@@ -84,7 +84,7 @@ class UniversalTarget(Target):
         return replace(self.whole.form(), name=self.name)
 
     def complete(self, bound: Bound) -> Completed:
-        """Return a folder per parameter, the optimizer's common state, and model files without tensors."""
+        """Return one folder per parameter, the common optimizer state, and model files without tensors."""
         whole, state = self.whole.complete(bound), bound.state
         assert state is not None, "requested when the target was made"
         if state.step is None or state.groups is None:
@@ -155,7 +155,7 @@ class UniversalTarget(Target):
 
 
 def _one_for_all(state: State) -> list[Finding]:
-    """Return a note that ZeRO-3 gives every group the hyperparameters of the first.
+    """Return a note that ZeRO-3 gives every group the hyperparameters of the first one.
 
     source: stage3.py (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19
     """

@@ -12,22 +12,22 @@ __all__ = ["Form"]
 
 @dataclass(frozen=True)
 class Form:
-    """Names of a result's tensors, and how ranks divide them. The core reads the fields by their names."""
+    """Names of a result's tensors, and how ranks divide them. The core reads the fields by name."""
 
-    #: For the plan and the manifest, e.g. ``hf``.
+    #: The target's name in the plan and the manifest, e.g. ``hf``.
     name: str
-    #: Names and shapes; those of the source stay where there is none.
+    #: Names and shapes; None to keep those of the source.
     table: Table | None = None
     #: Parallel degrees.
     degrees: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, bool] = field(default_factory=dict)
-    #: Facts that are others for the optimizer's state.
+    #: Facts that differ for the optimizer's state.
     state_facts: Mapping[str, bool] | None = None
-    #: Axis and positions of sets that the source does not have, by name.
+    #: Sets that the source does not have: axis and positions, by name.
     sets: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
-    #: The vocabulary is padded to a multiple of this.
+    #: Multiple to which the vocabulary is padded.
     pad_multiple: int | None = None
-    #: True if ranks hold chunks of whole tensors: boxes, each once.
+    #: True if ranks store chunks of full tensors: boxes, each stored once.
     chunks: bool = False
-    #: The ranks that hold it, by their ranks on each parallel dimension; None for every combination.
+    #: The ranks that store the result, by parallel dimension; None for all combinations.
     ranks: Sequence[Mapping[str, int]] | None = None

@@ -1,7 +1,7 @@
 """The GPT-NeoX target: files by pipeline layer or by rank, rank files with arguments, and the config.
 
-The target writes what `megatron/checkpointing.py` loads through DeepSpeed: no optimizer state and no random
-states, so the config says ``finetune``.
+The target writes the files that `megatron/checkpointing.py` loads through DeepSpeed. They contain no
+optimizer state and no random states, so the config sets ``finetune``.
 source: gpt-neox megatron/checkpointing.py and neox_arguments/neox_args.py; DeepSpeed runtime/engine.py
 (`_save_checkpoint`) and runtime/pipe/module.py (`save_state_dict`)
 """
@@ -37,10 +37,11 @@ DEFAULT_VOCAB_MULTIPLE = 128
 #: model family -> layout table
 _LAYOUTS = {"gpt_neox": "gpt_neox.neox", "llama": "gpt_neox.llama"}
 
-#: Keys of a training config that say how it ran and not what the model is; with the weights alone
-#: they would send a run looking for what is not there.
+#: Keys of a training config that describe the run, not the model. With weights alone, a run would look for
+#: files that do not exist.
 _RUN_KEYS = ("load", "save", "iteration", "padded_vocab_size", "s3_path", "finetune")
-#: Modules of Transformer Engine: the tensors are written under GPT-NeoX's own names.
+#: Settings of Transformer Engine modules. The result does not need them: its tensors have GPT-NeoX's own
+#: names.
 _TE_KEYS = (
     "te_columnparallel",
     "te_rowparallel",
@@ -54,9 +55,9 @@ _TE_KEYS = (
     "te_fp8_mha",
 )
 
-#: The text that names the step to be loaded. source: DeepSpeed runtime/engine.py
+#: The file that names the step to load. source: DeepSpeed runtime/engine.py
 _TRACKER = "latest"
-#: What messages call the config that is written.
+#: Name of the written config in messages.
 _CONFIG = "configs/fastshard.yml"
 
 _PRECISION: dict[str, dict[str, Any]] = {
@@ -157,9 +158,9 @@ class NeoxTarget(TrainerTarget):
         return cls(source, to, Topology(tp, pp), multiple, facts, model, layout, pipeline)
 
     def complete(self, bound: Bound) -> Completed:
-        """Return files by layer or rank, ``latest`` and the config.
+        """Return the files by layer or by rank, ``latest`` and the config.
 
-        The source's names determine the names of norms.
+        Norms keep the names that the source uses.
         """
         folder = f"global_step{self.iteration()}"
         config, findings = self._config(bound.axes, bound.dtype)
@@ -203,7 +204,7 @@ class NeoxTarget(TrainerTarget):
         return Completed(texts, findings, files, pointers=(_TRACKER,))
 
     def _state(self, config: dict[str, Any], padded: int) -> dict[str, Any]:
-        """Return the content of a rank file besides its module."""
+        """Return the content of a rank file except for its module."""
         step = self.iteration()
         samples = self.source.files.values.get("global_samples")
         dimensions = {
@@ -265,7 +266,7 @@ class NeoxTarget(TrainerTarget):
         return config, findings
 
     def _kept(self, axes: dict[str, int], findings: list[Finding]) -> dict[str, Any]:
-        """Return the source's own config, with the values that its tensors show."""
+        """Return the source's own config, updated with the values that its tensors show."""
         given, features = self.source.model.config or {}, _features(self.source)
         config = {k: v for k, v in given.items() if k not in (*_RUN_KEYS, *_TE_KEYS)}
         for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
@@ -320,7 +321,7 @@ def _features(source: Source) -> gpt_neox.Features:
 
 
 def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, split: bool) -> None:
-    """Set the MLP size of the tensors in a config, as current GPT-NeoX computes it.
+    """Set the MLP size of the tensors in a config, by the formula of current GPT-NeoX.
 
     source: gpt-neox megatron/model/transformer.py, ParallelMLP: two thirds for gated ones, rounded up; it
     takes either `intermediate_size` or `expansion_factor`
@@ -352,7 +353,9 @@ def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, sp
 
 
 def _norm_names(config: dict[str, Any], stored: Iterable[str]) -> tuple[str, str]:
-    """Return the names of a norm's weight and bias: the source's own, else those of the kind of norm."""
+    """Return the names of a norm's weight and bias: those of the source, or the default ones for the kind of
+    norm.
+    """
     for name in stored:
         match = _NORM.match(re.sub(r"^(module\.)?(sequential\.)?(\d+\.)?", "", name))
         if match and match[1] != "post_attention_layernorm" and not match[2].endswith(("bias", "offset")):
@@ -363,7 +366,7 @@ def _norm_names(config: dict[str, Any], stored: Iterable[str]) -> tuple[str, str
 
 
 def _key(name: str, suffixes: tuple[str, str]) -> str:
-    """Return a tensor's name with the given names of a norm's weight and bias."""
+    """Return a tensor's name with the given names for a norm's weight and bias."""
     layer, _, rest = name.partition(".")
     match = _NORM.match(rest)
     if match is None:

@@ -1,4 +1,4 @@
-"""The Hugging Face target: its layout, facts and the ``config.json`` that ``from_pretrained`` needs."""
+"""The Hugging Face target: its layout and facts, and the ``config.json`` that ``from_pretrained`` needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .base import Bound, Completed, Target
 from .form import Form
 from .request import Request
 
-#: What trainers call the model that they hold, and no model of transformers a part of itself.
+#: Keys under which trainers store their model. No transformers model has a part of that name.
 _HOLDERS = {
     "net",
     "network",
@@ -40,7 +40,7 @@ _HOLDERS = {
     "wrapped",
     "inner_model",
 }
-#: What a whole model has at its top, below another key.
+#: Names at the top level of a complete model, below another key.
 _WHOLE_BELOW = compile_when_used(r"model\.(lm_head|embed_out|model|transformer|score)\.")
 
 
@@ -51,12 +51,13 @@ class HfTarget(Target):
     source: Source
     layout: str
     facts: dict[str, bool]
-    #: The model and the class of transformers that computes it; None for one that is transformers' already.
+    #: The model and the transformers class that computes it; None if the source is already a transformers
+    #: model.
     model: Model | None = None
     kind: ModelClass | None = None
-    #: The caller's own table, where the model is loaded by it.
+    #: The caller's own table, if the result is described by it.
     own: Table | None = None
-    #: True where a model card is to be drafted.
+    #: True if a model card is to be drafted.
     card: bool = False
     name: str = "hf"
     names = ("hf",)
@@ -65,7 +66,7 @@ class HfTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request | None = None) -> HfTarget:
-        """Make the target for a source; ``request`` is None if another target makes it for itself.
+        """Make the target for a source; ``request`` is None if another target uses it internally.
 
         Raises:
             FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact that
@@ -108,7 +109,7 @@ class HfTarget(Target):
 
     @classmethod
     def known(cls, source: Source, what: str) -> HfTarget:
-        """Make the target for a source whose tensors a table must describe; ``what`` is the purpose.
+        """Make the target for a source whose tensors a table must describe; ``what`` states the purpose.
 
         Raises:
             FastshardError: as :meth:`of`, and ``FS514`` for a model without a table.
@@ -131,7 +132,7 @@ class HfTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True if no table describes the names, so that they stay."""
+        """True if no table describes the names, so that they stay unchanged."""
         return not self.layout
 
     def form(self) -> Form:
@@ -141,9 +142,9 @@ class HfTarget(Target):
         return Form(self.name, self.own or tables.table(self.layout), facts=self.facts)
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
-        """Return the model's config.json without its dtype, and assumptions.
+        """Return the model's config.json without its dtype, and the assumptions.
 
-        Sizes come from the tensors.
+        Sizes are taken from the tensors.
         """
         if self.model is not None and self.kind is not None:
             return huggingface.write(self.model, self.kind, axes, "config.json")
@@ -153,10 +154,10 @@ class HfTarget(Target):
         return config, []
 
     def complete(self, bound: Bound) -> Completed:
-        """Return the config.json of the result, and assumptions.
+        """Return the config.json of the result, and the assumptions.
 
         Raises:
-            FastshardError: ``FS514`` if names stay and are not the model's own.
+            FastshardError: ``FS514`` if names stay unchanged and are not the model's own.
         """
         if self.keeps_names:
             _refuse_changed(self.source, bound)
@@ -170,7 +171,7 @@ class HfTarget(Target):
         return Completed({"config.json": text} | self._card(config, bound), assumed)
 
     def _card(self, config: dict[str, Any], bound: Bound) -> dict[str, str]:
-        """Return the file of the model card, if the caller wants a draft."""
+        """Return the model card, if the caller requests a draft."""
         if not self.card:
             return {}
         from .model_card import CARD_NAME, drafted
@@ -179,7 +180,7 @@ class HfTarget(Target):
 
 
 def model_of(source: Source, what: str) -> Model:
-    """Return the computation of a source's model, for a target that depends on it.
+    """Return what a source's model computes, for a target that depends on it.
 
     ``what`` is the purpose, for messages.
 
@@ -193,10 +194,10 @@ def model_of(source: Source, what: str) -> Model:
 
 
 def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Table | None]:
-    """Return name and table for a transformers model; the table only if it is the caller's.
+    """Return name and table of a transformers model's layout; the table only if it is the caller's.
 
-    The name is None if no table fits. A caller's table describes the stored names. It describes the names of
-    transformers only for a model without another table of the family.
+    The name is None if no table fits. A caller's table describes the stored names. It describes transformers'
+    names only if the family has no other table for the model.
     """
     layout = None if source.model.no_table is not None else config_json.layout_of(config)
     own = source.binding.own_table
@@ -208,10 +209,10 @@ def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Tabl
 
 
 def _kept(source: Source) -> str:
-    """Return an empty layout: names and shapes stay.
+    """Return an empty layout, with which names and shapes stay unchanged.
 
     Raises:
-        FastshardError: ``FS209`` if no config.json describes the model, ``FS514`` if its vocabulary has to be
+        FastshardError: ``FS209`` if no config.json describes the model, ``FS514`` if its vocabulary must be
             cut and it has no table.
     """
     if not source.model.config:
@@ -255,7 +256,7 @@ def _changed(why: str, prefix: str | None = None) -> FastshardError:
 
 
 def _why(model: Description) -> str:
-    """Return the reason why the names of a Hugging Face model stay."""
+    """Return the reason why the names of a Hugging Face model stay unchanged."""
     if model.no_table is not None:
         return model.no_table
     if model.headless is not None:
@@ -266,7 +267,7 @@ def _why(model: Description) -> str:
 
 
 def _refuse_changed(source: Source, bound: Bound) -> None:
-    """Check that names that stay are the model's own.
+    """Check that unchanged names are the model's own.
 
     Raises:
         FastshardError: ``FS514`` if a wrapper, or a trainer's own key, has changed them.
@@ -281,7 +282,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
 
 
 def _unproven(source: Source) -> Finding:
-    """Return the finding that names stay unchanged and nothing proves them."""
+    """Return the finding that names stay unchanged although nothing proves them right."""
     return Finding.of(
         codes.NOT_PROVABLE,
         f"{_why(source.model)}: names and shapes are kept as stored, and no table shows that they match the "
@@ -314,7 +315,7 @@ def _special_tokens(
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Add the ids of the tokenizer's special tokens to a new config.
 
-    With the defaults of transformers, which differ, a model would generate past the end.
+    With transformers' defaults, which are different ids, a model would not stop at the end of a text.
     """
     if tokenizer is None:
         return config, []

@@ -1,4 +1,4 @@
-"""The MaxText target: names, shapes and the other contents of a train state.
+"""The MaxText target: names, shapes and other contents of a train state.
 
 source: MaxText configs/base.yml, configs/models, checkpoint_conversion/to_maxtext.py,
     standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
@@ -28,27 +28,27 @@ from .request import Request
 NAMES = ("maxtext", "maxtext:scan", "maxtext:unscan")
 #: source: MaxText configs/base.yml
 _SCAN_AXIS = 1
-#: The counters' types where the source is of another framework. source: jax default of int32; Orbax casts.
+#: dtypes of the counters if the source is from another framework. source: jax default of int32; Orbax casts.
 _COUNTERS = {"U32": "I32", "U64": "I64"}
 
 
 @dataclass
 class MaxTextTarget:
-    """A MaxText train state, or its parameters, converted from a source."""
+    """A MaxText train state, or its parameters alone, converted from a source."""
 
     source: Source
     name: str
     layout: str
     facts: dict[str, bool]
-    #: Axis that the layers are stacked along; None for layers apart.
+    #: Axis along which layers are stacked; None for separate layers.
     scan: int | None
     optimizer: bool
-    #: The model; None for one that comes from MaxText or Paxml.
+    #: The model; None if the source is a MaxText or Paxml checkpoint.
     model: Model | None
-    #: The vocabulary is padded to a multiple of this, if asked for.
+    #: Multiple to which the vocabulary is padded, if requested.
     multiple: int | None = None
     names: Names = field(default_factory=default_names)
-    #: The cycle of different layers, if there is one, and the number of all layers.
+    #: The cycle of different layers, if there is one, and the total number of layers.
     cycle: Cycle | None = None
     layers: int = 0
 
@@ -56,11 +56,11 @@ class MaxTextTarget:
     def of(cls, source: Source, request: Request) -> MaxTextTarget:
         """Make the target for a source.
 
-        Both values of ``--rope-type`` compute the same result without scaling, from queries and keys in
-        different orders.
+        Without scaling, both values of ``--rope-type`` compute the same result from differently ordered
+        queries and keys.
 
         Raises:
-            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, or for another
+            FastshardError: ``FS514`` for a model that MaxText's blocks do not compute, or for another
                 framework's optimizer; ``FS209`` if a fact that decides values is unknown, ``FS515`` for
                 options that do not apply.
         """
@@ -129,9 +129,9 @@ class MaxTextTarget:
         return padded_rows(axes, self.multiple or 1)
 
     def counters(self, outputs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-        """Return counters whose dtype changes: name -> (dtype in the source, dtype to write).
+        """Return the counters whose dtype changes: name -> (dtype in the source, dtype to write).
 
-        The engine refuses a number that does not fit.
+        The engine refuses a number that does not fit into the new dtype.
 
         Args:
             outputs: name and dtype of each output as planned.
@@ -150,7 +150,7 @@ class MaxTextTarget:
 
     @property
     def empty(self) -> list[tuple[str, ...]]:
-        """Empty nodes of the tree: without the optimizer, a train state has one."""
+        """Empty nodes of the tree: a train state without the optimizer has one."""
         return [("opt_state",)] if self._state and not self.optimizer else []
 
     @property
@@ -163,15 +163,15 @@ class MaxTextTarget:
         return {"scan_layers": self.scan is not None}
 
     def complete(self, bound: Bound) -> Completed:
-        """Return a yml that describes the model, and assumptions.
+        """Return a yml that describes the model, and the assumptions.
 
-        Orbax prescribes the files.
+        The files themselves are those of Orbax.
         """
         config, findings = _yml(self, bound.axes)
         return Completed({FILE: _dump(config)}, findings + self.rounded(bound.axes) + self._ordered())
 
     def _ordered(self) -> list[Finding]:
-        """Return a note on the MaxText run that needs this order of queries and keys."""
+        """Return a note on the MaxText settings that this order of queries and keys requires."""
         if self.model is None or "a" in self.source.binding.axes or not self.facts.get("interleaved"):
             return []
         return [
@@ -187,7 +187,7 @@ class MaxTextTarget:
         ]
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
-        """Report queries that another layout scales, for which no exact inverse exists."""
+        """Report queries that the other layout scales by a factor without an exact inverse."""
         if self.model is None or not maxtext.block_of(self.model).scales_queries:
             return []
         return scaled_queries(axes)
@@ -229,7 +229,7 @@ def _scan(to: str, axis: int | None) -> int | None:
 
 
 def _rope_type(name: str | None) -> bool | None:
-    """Return True if a ``rope_type`` interleaves pairs; None without one."""
+    """Return True if a ``rope_type`` interleaves pairs; None if there is no ``rope_type``."""
     if name not in (None, "default", "llama3.1"):
         raise FastshardError.of(codes.USAGE, "--rope-type", expected="default | llama3.1", got=repr(name))
     return None if name is None else name == "llama3.1"
@@ -259,14 +259,16 @@ def _block(source: Source) -> maxtext.DecoderBlock:
 
 
 def _order(model: Model, block: maxtext.DecoderBlock, rope_type: str | None) -> bool:
-    """Return the order of pairs for a model from another format: as asked, or its converter's."""
+    """Return the order of pairs for a model from another format: as requested, or as MaxText's converter
+    writes it.
+    """
     wanted, scaled = _rope_type(rope_type), model.rope.kind == "llama3"
     _fits(scaled, wanted)
     return block.interleaved or scaled if wanted is None else wanted
 
 
 def _refuse_order(block: maxtext.DecoderBlock, rope_type: str | None) -> None:
-    """Refuse a choice of ``rope_type`` where there is none.
+    """Refuse a ``rope_type`` for a block that has only one order.
 
     Raises:
         FastshardError: ``FS515``.
@@ -296,7 +298,7 @@ def _fits(scaled: bool, wanted: bool | None) -> None:
 
 
 def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
-    """Return MaxText's config of the model, and assumptions.
+    """Return MaxText's config of the model, and the assumptions.
 
     Raises:
         FastshardError: ``FS514`` for a model that MaxText's block does not compute, ``FS211`` for values of

@@ -13,7 +13,7 @@ from .maxtext import NAMES, MaxTextTarget
 from .orbax import DICT_KEY, OrbaxTarget
 from .request import Request
 
-#: The item that MaxText keeps its state in. source: MaxText common/checkpointing.py
+#: The item in which MaxText stores its state. source: MaxText common/checkpointing.py
 _ITEM = "items"
 
 
@@ -39,7 +39,7 @@ class MaxTextStore(Target):
         return self.state.form()
 
     def complete(self, bound: Bound) -> Completed:
-        """Return the store, the yml that describes the model, and assumptions."""
+        """Return the store, the yml that describes the model, and the assumptions."""
         state = self.state.complete(bound)
         empty = {".".join(path): _empty(path) for path in self.state.empty}
         # The tree is MaxText's own: what the source's looked like says nothing here.

@@ -1,6 +1,6 @@
 """The Megatron-LM target: rank files of the legacy form, or chunks of torch_dist, at any tp and pp.
 
-The target writes only weights, so a run loads them with ``--finetune`` or ``--no-load-optim --no-load-rng``.
+The target writes only weights. A run loads them with ``--finetune`` or ``--no-load-optim --no-load-rng``.
 source: Megatron-LM megatron/training/checkpointing.py, megatron/core/dist_checkpointing (torch_dist),
 megatron/core/models/gpt
 """
@@ -32,7 +32,7 @@ from .request import Request
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128
 _LAYERS = "decoder.layers."
-#: Layers that predict further tokens, and the block in each.
+#: Prefix of the layers that predict additional tokens (MTP), and the block in each of them.
 _FURTHER, _FURTHER_BLOCK = "mtp.layers.", "transformer_layer."
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -42,7 +42,7 @@ _LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-#: Linear layers keep what Transformer Engine needs for FP8 beside their weights: nothing, here.
+#: Extra state of linear layers: Transformer Engine keeps its FP8 data there. It is empty here.
 _LINEARS = {
     "linear_proj",
     "linear_qkv",
@@ -57,7 +57,7 @@ _LINEARS = {
     "in_proj",
     "out_proj",
 }
-#: What the names of the first part of a delta net's projection end with.
+#: Suffix of the first part of a delta net's projection.
 _FIRST_PART = ".query"
 _ATTENTION, _DELTA = "self_attention.core_attention", ".self_attention.A_log"
 _EXPERTS = "mlp.experts."
@@ -68,8 +68,8 @@ _BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-#: How the run of a source laid its model out, which is not how it is written: `--use-checkpoint-args` takes
-#: these.
+#: Arguments that state how the source's run divided its model. The result may be divided differently, and
+#: `--use-checkpoint-args` would read them.
 _PLACED: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
@@ -168,17 +168,17 @@ class MegatronTarget(TrainerTarget):
 
     @property
     def is_chunked(self) -> bool:
-        """True for torch_dist, where ranks hold chunks of the full tensors."""
+        """True for torch_dist, whose ranks store chunks of the full tensors."""
         return self.name.startswith("megatron:torch_dist")
 
     @property
     def is_latent(self) -> bool:
-        """True for attention over a latent."""
+        """True for multi-latent attention."""
         return self.facts.get("mla", False)
 
     @property
     def is_mixture(self) -> bool:
-        """True for a mixture of experts."""
+        """True for an MoE model."""
         return self.facts["moe"]
 
     def form(self) -> Form:
@@ -191,7 +191,7 @@ class MegatronTarget(TrainerTarget):
         return replace(form, degrees=degrees, ranks=topology.list_file_ranks())
 
     def complete(self, bound: Bound) -> Completed:
-        """Return the files of each rank, the tracker, and assumptions in the arguments."""
+        """Return each rank's files, the tracker, and the assumptions in the arguments."""
         layers, pp = _count_layers(bound), self.topology.pp
         if layers % pp and not self.is_chunked:
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
@@ -240,10 +240,11 @@ class MegatronTarget(TrainerTarget):
         return 0 if name == _EMBEDDING else self.topology.pp - 1
 
     def _fused(self, inside: str, has_experts: bool, is_delta: bool) -> str:
-        """Return a tensor's name within its layer, with norms as parts of linear layers.
+        """Return a tensor's name within its layer, with norms fused into linear layers where Megatron-LM does
+        so.
 
-        In torch_dist they are that in all layers of heads, in rank files with Transformer Engine. Its layers
-        of experts have a norm of their own, and so has its attention over a latent.
+        Norms are fused in all layers with heads: always in torch_dist, in rank files only with Transformer
+        Engine. With Transformer Engine, expert layers and multi-latent attention have separate norms.
         source: megatron/core/models/gpt/gpt_layer_specs.py (sharded_state_dict_keys_map)
         """
         if self.is_local:
@@ -271,7 +272,7 @@ class MegatronTarget(TrainerTarget):
         return files
 
     def _folder(self, coords: Mapping[str, int], stage: int) -> str:
-        """Return the name of a rank's folder.
+        """Return the folder name of a rank.
 
         source: megatron/training/checkpointing.py (get_checkpoint_name)
         """
@@ -282,7 +283,7 @@ class MegatronTarget(TrainerTarget):
     def _rank_state(
         self, tensors: Sequence[tuple[str, Drafted]], coords: Mapping[str, int], layers: int, bound: Bound
     ) -> OrderedDict[str, Any]:
-        """Return the state dict of a rank: layers and experts are numbered from its first."""
+        """Return the state dict of a rank; layers and experts are numbered from the rank's first one."""
         per_stage, mixed = layers // self.topology.pp, _find_layers_of_experts(bound)
         delta = _find_delta_layers(bound)
         experts = bound.axes["E"] // self.topology.ep if self.is_mixture else 0
@@ -307,9 +308,9 @@ class MegatronTarget(TrainerTarget):
     def _chunks(
         self, bound: Bound, folder: str, common: dict[str, Any], *, is_stacked: bool
     ) -> list[_core.PlacedFile]:
-        """Return the files of each rank, ``common.pt``, and ``.metadata`` with the place of each chunk.
+        """Return each rank's files, ``common.pt``, and ``.metadata`` with the place of each chunk.
 
-        Layers are stacked along an axis of their own, or numbered.
+        Layers are either stacked along a separate axis or numbered.
         """
         layers, experts, records = _count_layers(bound), bound.axes.get("E", 0), Records(folder)
         mixed, delta = _find_layers_of_experts(bound), _find_delta_layers(bound)
@@ -356,12 +357,12 @@ class MegatronTarget(TrainerTarget):
         return [{"name": f"{folder}/common.pt", "content": {"torch_zip": tree(common)}}, *records.files()]
 
     def _file(self, stage: int, coords: Mapping[str, int]) -> str:
-        """Return the name of the file of a rank: the second for its experts."""
+        """Return the file name of a rank. A rank has a second file for its experts."""
         rank = stage * self.topology.stage_ranks + self.topology.rank_of(coords)
         return f"__{rank}_{int('ep' in coords)}.distcp"
 
     def _list_ranks(self, tensor: Drafted, experts: int) -> list[dict[str, int]]:
-        """List the ranks that hold a chunk of a tensor, by their ranks on each parallel dimension."""
+        """List the ranks that store a chunk of a tensor, by parallel dimension."""
         by = "tp" if tensor.expert is None else "etp"
         degree = self.topology.tp if tensor.expert is None else self.topology.etp
         ranks = [{by: rank} for rank in range(degree if tensor.cuts else 1)]
@@ -370,7 +371,7 @@ class MegatronTarget(TrainerTarget):
         return [{**rank, "ep": tensor.expert // (experts // self.topology.ep)} for rank in ranks]
 
     def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
-        """Return the model's arguments: the source's own, or those derived from its Hugging Face config."""
+        """Return the model's arguments: those of the source, or those derived from its Hugging Face config."""
         findings: list[Finding] = []
         if self.model is None:
             args = megatron_args.plain(self.source.model.config or {})
@@ -403,7 +404,7 @@ class MegatronTarget(TrainerTarget):
 
 
 def _check_experts(topology: Topology, request: Request, *, is_mixture: bool, is_chunked: bool) -> None:
-    """Refuse degrees of experts for a model without any, and those of which rank files hold no part.
+    """Refuse expert degrees for a model without experts, and degrees that rank files do not support.
 
     Raises:
         FastshardError: ``FS515``.
@@ -425,19 +426,19 @@ def _check_experts(topology: Topology, request: Request, *, is_mixture: bool, is
 
 
 def _count_layers(bound: Bound) -> int:
-    """Count the decoder's layers, without those that predict further tokens."""
+    """Count the decoder's layers, excluding those that predict additional tokens."""
     further = {tensor.layer for name, tensor in bound.tensors.items() if name.startswith(_FURTHER)}
     return bound.axes["L"] - len(further)
 
 
 def _find_layers_of_experts(bound: Bound) -> set[int]:
-    """Find the layers that have experts."""
+    """Find the layers with experts."""
     tensors = bound.tensors.values()
     return {tensor.layer for tensor in tensors if tensor.layer is not None and tensor.expert is not None}
 
 
 def _find_delta_layers(bound: Bound) -> set[int]:
-    """Find the layers that have gated delta nets."""
+    """Find the layers with gated delta nets."""
     return {
         tensor.layer
         for name, tensor in bound.tensors.items()
@@ -451,14 +452,14 @@ def _in_expert(inside: str) -> str:
 
 
 def _renumber(inside: str, expert: int) -> str:
-    """Return a tensor's name within its layer with another number of its expert."""
+    """Return a tensor's name within its layer, with the expert's number replaced."""
     if inside.startswith(_LOCAL_EXPERTS):
         return f"{_LOCAL_EXPERTS}{expert}.{_in_expert(inside)}"
     return f"{inside.rstrip('0123456789')}{expert}"
 
 
 def _half(inside: str) -> tuple[str, int | None]:
-    """Split a name into the name without the half of a gated MLP, and the number of the half."""
+    """Split a name into the name without the half of a gated MLP, and the half's number."""
     for number, word in enumerate((".gate", ".up")):
         if inside.endswith(word):
             return inside.removesuffix(word), number
@@ -466,7 +467,7 @@ def _half(inside: str) -> tuple[str, int | None]:
 
 
 def _split(name: str, layer: int) -> tuple[str, str]:
-    """Split a tensor's name into that of its layer, or of the block in it, and the rest."""
+    """Split a tensor's name into the prefix of its layer (or of the block in it) and the rest."""
     prefix = f"{_LAYERS}{layer}."
     if not name.startswith(prefix):
         number, _, rest = name.removeprefix(_FURTHER).partition(".")

@@ -1,4 +1,4 @@
-"""The arguments that a Megatron-LM checkpoint carries, besides those that describe its model.
+"""The arguments in a Megatron-LM checkpoint other than those that describe its model.
 
 source: Megatron-LM megatron/training/arguments.py and checkpointing.py (`check_checkpoint_args`)
 """
@@ -11,9 +11,9 @@ from .pickle_tree import Global
 
 
 def plain(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a source that are plain values.
+    """Return a source's arguments that are plain values.
 
-    Objects of its classes are not pickled again.
+    Objects of the source's classes are not pickled again.
     """
 
     def is_plain(value: Any) -> bool:
@@ -25,7 +25,7 @@ def plain(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_dtype(dtype: str | None) -> dict[str, Any]:
-    """Return the arguments that state the precision of the weights, by its torch name."""
+    """Return the arguments that state the precision of the weights; ``dtype`` is torch's name."""
     if dtype not in ("bfloat16", "float16", "float32"):
         return {}
     return {"params_dtype": Global("torch", dtype), "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}

@@ -1,7 +1,7 @@
-"""Optimizer state for another framework: moments by the target's weights, the step, groups of parameters.
+"""Optimizer state for another framework: moments by the target's weights, the step, and parameter groups.
 
-Moments are outputs like their weights: the core moves them through the same boxes. This module gathers
-everything that is not a tensor of a weight's shape, or reports it as not carried.
+Moments are outputs like their weights: the core moves them through the same boxes. This module collects
+everything that does not have a weight's shape, or reports that it is not converted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..layouts.declaration import Group, Source
 
-#: Slots of Adam, which targets have. source: torch/optim/adam.py
+#: Adam's slots, which targets support. source: torch/optim/adam.py
 ADAM = ("exp_avg", "exp_avg_sq")
-#: Hyperparameters that a target is given, by torch's names; others are those of a framework's own kernels.
+#: Hyperparameters that a target receives, by torch's names. Others belong to a framework's own kernels.
 CARRIED = (
     "lr",
     "betas",
@@ -28,11 +28,11 @@ CARRIED = (
     "bias_correction",
     "decoupled_weight_decay",
 )
-#: What every group of Adam's has, and what tells AdamW from Adam.
+#: Hyperparameters that every Adam group has, and the ones that distinguish AdamW from Adam.
 NEEDED = ("lr", "betas", "eps", "weight_decay")
 DECOUPLED = "decoupled_weight_decay"
-#: How torch's optimizers are run, not what they compute; and where Megatron-LM and DeepSpeed keep what is
-#: known besides.
+#: Settings of how torch runs its optimizers, not of what they compute, and keys under which Megatron-LM and
+#: DeepSpeed store facts that are known from elsewhere.
 _SILENT = (
     "foreach",
     "capturable",
@@ -57,13 +57,14 @@ _SILENT = (
 class State:
     """Optimizer state under the target's names."""
 
-    #: The draft's moments by weight and slot.
+    #: The draft's moments, by weight and slot.
     slots: dict[str, dict[str, str]]
-    #: Steps taken; None where the source does not tell.
+    #: Number of steps taken; None if the source does not state it.
     step: int | None
-    #: Hyperparameters and weights of each group; None where the source does not tell which weights each has.
+    #: Hyperparameters and weights of each group; None if the source does not state which weights each group
+    #: has.
     groups: list[tuple[dict[str, Any], list[str]]] | None
-    #: What is not carried.
+    #: Findings about state that is not converted.
     findings: list[Finding] = field(default_factory=list)
 
 

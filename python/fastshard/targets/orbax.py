@@ -1,6 +1,4 @@
-"""Orbax checkpoints as a target: one committed step with one item of arrays, and the metadata from which
-Orbax restores.
-"""
+"""The target Orbax: one committed step with one item of arrays, and the metadata from which Orbax restores."""
 
 from __future__ import annotations
 
@@ -19,14 +17,15 @@ from .base import Bound, Completed, Target
 from .form import Form
 from .request import Request
 
-#: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
+#: Maximum size of a chunk in bytes: small enough for memory, and for many hosts to read one array in
+#: parallel.
 BLOCK_BYTES = 8 << 20
-#: Orbax's word for a key of a dict. source: orbax/checkpoint/_src/metadata/tree.py, KeyType.DICT
+#: Orbax's code for a dict key. source: orbax/checkpoint/_src/metadata/tree.py, KeyType.DICT
 DICT_KEY = 2
-#: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote
-#: it.
+#: Arrays are restored as numpy arrays unless the caller asks for jax arrays; `jax.Array` would require the
+#: devices that wrote it.
 _VALUE = "np.ndarray"
-#: Restored as numbers of Python. source: orbax type_handlers.py
+#: value_types that are restored as Python numbers. source: orbax type_handlers.py
 _SCALARS = ("scalar", "int", "float", "bool")
 #: The handler that restores a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -34,24 +33,24 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 
 @dataclass
 class OrbaxTarget(Target):
-    """A store under ``<step>/<item>``; names of tensors are paths in the tree, joined by dots."""
+    """A store under ``<step>/<item>``. Tensor names are paths in the tree, joined by dots."""
 
     step: str
     item: str = "items"
-    #: MaxText's default; plain zarr v2 (``--zarr2``) is what Pathways reads.
+    #: True for OCDBT, MaxText's default. Pathways reads plain zarr v2 (``--zarr2``).
     ocdbt: bool = True
     zarr: int = 3
-    #: key_metadata by name, where the source states it; else every part of a name is a key of a dict.
+    #: key_metadata by name, if the source states it. By default, every part of a name is a dict key.
     keys: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    #: Entries of the tree that are no arrays: name -> (key_metadata, value_metadata).
+    #: Tree entries that are not arrays: name -> (key_metadata, value_metadata).
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
-    #: value_type by name, where the source states it.
+    #: value_type by name, if the source states it.
     types: dict[str, str] = field(default_factory=dict)
-    #: Texts among the leaves, as the source stores them.
+    #: Strings among the leaves, as the source stores them.
     strings: str | None = None
-    #: For ``_CHECKPOINT_METADATA``: MaxText looks at ``scan_layers`` in it.
+    #: Custom metadata for ``_CHECKPOINT_METADATA``; MaxText reads its ``scan_layers``.
     custom: dict[str, Any] = field(default_factory=dict)
-    #: Scalars that the source does not hold: name -> (dtype, whole number).
+    #: Scalars that the source does not contain: name -> (dtype, integer).
     counters: dict[str, tuple[str, int]] = field(default_factory=dict)
     name: str = "orbax"
     names = ("orbax",)
@@ -60,7 +59,7 @@ class OrbaxTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> OrbaxTarget:
-        """Make the target, with the tensors and names of the source."""
+        """Make the target with the source's tensors and names."""
         tree, zarr2 = source.tree, request[ZARR2]
         return cls(
             step=_step(source.step),
@@ -79,7 +78,7 @@ class OrbaxTarget(Target):
         return Form(self.name)
 
     def complete(self, bound: Bound) -> Completed:
-        """Return the store with its chunks, and the text files around it."""
+        """Return the store with its chunks, and its text files."""
         arrays = []
         for name, tensor in bound.tensors.items():
             items = math.prod(tensor.shape)
@@ -97,7 +96,7 @@ class OrbaxTarget(Target):
         return Completed(self.texts(shapes, arrays), self._changed(shapes), [store], constants=self.counters)
 
     def _distinct(self, names: list[str]) -> None:
-        """Refuse a name that is also the parent of another name: the tree cannot contain both."""
+        """Refuse a name that is also the parent of another name, because the tree cannot contain both."""
         places = {name: tuple(str(k["key"]) for k in self._keys(name)) for name in names}
         taken = set(places.values())
         for name, place in places.items():
@@ -216,9 +215,9 @@ class OrbaxTarget(Target):
 
 
 def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]:
-    """Return the extent of a chunk: a run of C-ordered elements of at most ``limit`` bytes.
+    """Return the extents of a chunk: a run of C-ordered elements of at most ``limit`` bytes.
 
-    The chunks are equal if a divisor of the extent is close to that size.
+    All chunks have the same size if a divisor of the extent is close to the limit.
     """
     block = [max(1, n) for n in shape]
     for dim, n in enumerate(block):
@@ -237,11 +236,11 @@ def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]
 
 
 def _path(keys: list[dict[str, Any]]) -> str:
-    """Return Orbax's key of a tree entry: the tuple of its keys, as Python prints it."""
+    """Return Orbax's key of a tree entry: the tuple of its keys, in Python's notation."""
     return str(tuple(str(k["key"]) for k in keys))
 
 
 def _step(name: str | None) -> str:
-    """Return the step's number, which Orbax's CheckpointManager uses as the folder's name."""
+    """Return the step's number, which Orbax's CheckpointManager uses as folder name."""
     digits = "".join(c for c in (name or "").rpartition("_")[2] if c.isdigit())
     return str(int(digits)) if digits else "0"

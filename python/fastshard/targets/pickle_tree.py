@@ -1,4 +1,4 @@
-"""Values of prescribed torch files, in the form that the core pickles."""
+"""Values for torch files, in the form that the core pickles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..common.records import dataclass
 
 
 class TensorOf(str):
-    """A placeholder for the tensor with this name in the target's layout."""
+    """A placeholder for the tensor of this name in the target's layout."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Global:
 
 @dataclass(frozen=True)
 class Object:
-    """An object of a module's class with this state."""
+    """An object with a class, by module and name, and a state."""
 
     module: str
     name: str

@@ -1,4 +1,4 @@
-"""The layouts that a conversion can make, by the names of ``--to``."""
+"""The targets of a conversion, by their names in ``--to``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TARGETS", "check", "keeps_all", "target_of"]
 
-#: Module and class of each target, with the names of ``--to`` that it has.
+#: Module and class of each target, with its names in ``--to``.
 _PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("huggingface", "HfTarget"): ("hf",),
     ("gpt_neox", "NeoxTarget"): ("gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential"),
@@ -38,7 +38,7 @@ _PLACES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def _list_installed() -> dict[str, str]:
-    """List the targets of installed packages; none if entry points cannot be read, as adapters report."""
+    """List the targets of installed packages; empty if entry points cannot be read, which adapters report."""
     try:
         return find_plugins(plugins.TARGETS)
     except FastshardError:
@@ -56,7 +56,7 @@ def _load_installed(name: str) -> type[Target]:
 
 
 class _Targets(Mapping[str, "type[Target]"]):
-    """Targets by the names of ``--to``, in the order of their help; each is loaded on first use."""
+    """Targets by their ``--to`` names, in the order of the help text. Each is loaded on first use."""
 
     _places: ClassVar = {name: place for place, names in _PLACES.items() for name in names}
 
@@ -79,11 +79,11 @@ class _Targets(Mapping[str, "type[Target]"]):
         return len({**self._places, **_list_installed()})
 
 
-#: Targets that are written.
+#: Available targets.
 TARGETS = _Targets()
 
 
-#: Other names of what a target writes.
+#: Aliases of targets.
 _ALSO_CALLED = {
     "huggingface": "hf",
     "hugging-face": "hf",
@@ -105,7 +105,7 @@ _TORCH_SAVE = (
     "fastshard does not write torch.save files; --to hf writes safetensors, --to dcp writes torch's "
     "distributed format"
 )
-#: What people ask for that is a step further than ``--to hf``, each with that step.
+#: Formats that users ask for and that need one more step after ``--to hf``, each with that step.
 _AFTER_HF = {
     "gguf": "llama.cpp's convert_hf_to_gguf.py makes GGUF files from the output of --to hf",
     "llama.cpp": "llama.cpp's convert_hf_to_gguf.py makes GGUF files from the output of --to hf",
@@ -123,7 +123,7 @@ _AFTER_HF = {
 
 
 def keeps_all(to: str | None) -> bool:
-    """Return True for a merge, and for targets that keep all names and shapes like a merge."""
+    """Return True for a merge, and for targets that keep all names and shapes as a merge does."""
     return to is None or TARGETS[to].is_container
 
 

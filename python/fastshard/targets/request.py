@@ -1,4 +1,4 @@
-"""Request for a plan: one record, from the command line and the API to the target."""
+"""A request for a plan: one record, passed from the command line or the API to the target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..common.records import dataclass, field
 from ..common.target_options import OPTIONS
 from ..models.tokenizer import Tokenizer
 
-#: Types of floating tensors in a result, as safetensors names them; None keeps each its own.
+#: Dtypes of floating-point tensors in a result, by their safetensors names; None keeps each tensor's dtype.
 DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
 _REPLICAS = ("equal", "mean")
 _WEIGHTS = (None, "params", "masters")
@@ -38,11 +38,11 @@ class Request:
     max_shard_size: str | int = "5GB"
     weights: str | None = None
     optimizer: bool = False
-    #: Values of the options of targets, by their names.
+    #: Values of target options, by option name.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: The model's, if one was given or found.
+    #: The model's tokenizer, if one was given or found.
     tokenizer: Tokenizer | None = None
-    #: True if a result is written; False if the checkpoint is only looked at.
+    #: True if a result is written; False if the checkpoint is only inspected.
     writes: bool = False
 
     def __post_init__(self) -> None:
@@ -70,18 +70,18 @@ class Request:
 
     @property
     def is_narrowed(self) -> bool:
-        """True if the caller wants only some of the tensors."""
+        """True if the caller requests only some of the tensors."""
         return bool(self.include or self.exclude)
 
     def wants(self, name: str) -> bool:
-        """Return True if the caller wants a tensor, by its name in the result."""
+        """Return True if the caller requests a tensor, given its name in the result."""
         taken = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
         return taken and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def list_changed(self) -> list[Option]:
-        """List the target options with a value other than the default."""
+        """List the target options whose value is not the default."""
         return [option for option in OPTIONS if self[option] != option.default]
 
 
-#: All tensors under their own names.
+#: A merge of all tensors under their own names.
 MERGE = Request()

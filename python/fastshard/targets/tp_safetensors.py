@@ -1,5 +1,6 @@
 """The per-rank target: one safetensors file per tensor-parallel rank under Hugging Face names, and
-``layout.json``."""
+``layout.json``.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from .form import Form
 from .huggingface import HfTarget
 from .request import Request
 
-#: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
+#: ColossalAI's make_vocab_size_divisible_by. Such directories use ColossalAI's rule.
 _VOCAB_MULTIPLE = 64
 
 
 @dataclass
 class TpTarget(Target):
-    """The target of Hugging Face tensors that are divided along the layout's axes."""
+    """A target with Hugging Face tensors that are divided along the layout's axes."""
 
     whole: HfTarget
     tp: int
@@ -46,7 +47,7 @@ class TpTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True if no table describes the names, so that they and the model's config stay."""
+        """True if no table describes the names, so that they and the model's config stay unchanged."""
         return self.whole.keeps_names
 
     def form(self) -> Form:
@@ -55,7 +56,7 @@ class TpTarget(Target):
         return replace(self.whole.form(), name=self.name, degrees={"tp": self.tp}, pad_multiple=padded)
 
     def complete(self, bound: Bound) -> Completed:
-        """Return one file per rank, and ``layout.json`` with the division of each tensor."""
+        """Return one file per rank, and ``layout.json``, which states how each tensor is divided."""
         whole = self.whole.complete(bound)
         names = sorted(bound.tensors)
         files: list[_core.PlacedFile] = [
@@ -79,7 +80,8 @@ class TpTarget(Target):
 
 
 def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
-    """Return how ``layout.json`` states a tensor's division: a dimension, or one and a fused tensor's parts.
+    """Return a tensor's division for ``layout.json``: a dimension, or a dimension and the parts of a fused
+    tensor.
 
     Raises:
         FastshardError: ``FS514`` if the ranks' shards are not equal.
