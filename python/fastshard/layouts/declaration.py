@@ -76,7 +76,7 @@ class SourceFiles(Freezable):
     placed: set[int] = field(default_factory=set)
     #: Folders to search for config and tokenizer, the nearest first.
     folders: list[Folder] = field(default_factory=list)
-    #: Files in which a quantizer records its settings, by name. They describe the weights as stored.
+    #: Files in which a quantiser records its settings, by name. They describe the weights as stored.
     quantiser_files: Mapping[str, Path] = field(default_factory=dict)
     #: Values for the manifest.
     values: dict[str, Any] = field(default_factory=dict)

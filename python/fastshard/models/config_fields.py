@@ -1,4 +1,4 @@
-"""The only reader of values in configs: numbers and choices from untrusted files."""
+"""The only reader of config values: numbers and choices from untrusted files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError
 
-#: Beyond this a float does not tell whole numbers apart.
+#: Above this, a float does not represent every integer.
 _EXACT = 1 << 53
 
 
 def positive_number(config: Mapping[str, Any], key: str, default: float, label: str = "config: ") -> float:
-    """Read a positive number; YAML reads `1e-5` as text.
+    """Read a positive number; YAML parses `1e-5` as text.
 
     Raises:
         FastshardError: ``FS211`` if it is not a positive number.
@@ -44,7 +44,7 @@ def whole_number(config: Mapping[str, Any], key: str, default: int, label: str =
 def count(
     config: Mapping[str, Any], key: str, label: str = "config: ", file: str | None = None
 ) -> int | None:
-    """Read a size that only an integer may state: no text, no float; None if nothing is stated.
+    """Read a size, which must be an integer, not text or a float; None if it is not stated.
 
     Raises:
         FastshardError: ``FS211`` if it is something else.
@@ -58,7 +58,7 @@ def count(
 
 
 def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int | None:
-    """Read an integer, which may be negative; None if nothing is stated.
+    """Read an integer, which may be negative; None if it is not stated.
 
     Raises:
         FastshardError: ``FS211`` if it is something else.
@@ -70,10 +70,10 @@ def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int
 
 
 def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool | None:
-    """Read a choice; None if nothing is stated.
+    """Read a boolean; None if it is not stated.
 
     Raises:
-        FastshardError: ``FS211`` if it is neither on nor off.
+        FastshardError: ``FS211`` if it is not a boolean.
     """
     value = config.get(key)
     if value is not None and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json``: the axes and facts that it states, and the writing of one."""
+"""Hugging Face ``config.json``: the axes and facts that it states, and functions that write one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..common.records import dataclass
 from ..layouts import tables
 from .repeated_settings import find_repeated_settings
 
-#: Parts within parts of a config at most that a table looks at: as deep as its expressions nest.
+#: Maximum nesting depth of a config that a table examines, equal to the depth of its expressions.
 _DEPTH = 32
-#: What takes the place of the output layer. source: transformers modeling_layers.py (GenericFor...),
+#: Heads that replace the output layer. source: transformers modeling_layers.py (GenericFor...),
 #: models/gpt_neox/modeling_gpt_neox.py
 _OTHER_HEADS = {
     "ForSequenceClassification": ("score.weight",),
@@ -27,12 +27,12 @@ _OTHER_HEADS = {
 }
 
 
-#: Keys of the text model's config in that of a model with towers.
+#: Keys of the text model's config in the config of a multimodal model.
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the text model's config in that of a model with towers; None where there is none."""
+    """Return the text model's config in the config of a multimodal model; None if there is none."""
     text = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
     if text is None:
         return None
@@ -47,12 +47,12 @@ def find_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The class of transformers that a config names."""
+    """The transformers class that a config names."""
 
     name: str
-    #: True for one with an output layer over the vocabulary.
+    #: True for a class with an output layer over the vocabulary.
     is_causal: bool
-    #: The tensors that it has in the place of one, if its name tells.
+    #: The tensors that replace this layer, if the class name shows them.
     head: tuple[str, ...] = ()
 
 
@@ -81,13 +81,13 @@ def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:
 
 
 def is_of_transformers(layout: str | None) -> bool:
-    """Return True for a table that comes with fastshard and is for a model type of transformers."""
+    """Return True for a built-in table for a model type of transformers."""
     if layout is None or tables.is_registered(layout) or layout not in tables.names():
         return False
     return bool(tables.table(layout).model_types)
 
 
-#: Extents of axes, facts, and sets by name: the axis and the positions.
+#: Extents of axes, facts, and sets by name (axis and positions).
 Described = tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int]]]]
 
 
@@ -97,14 +97,14 @@ def described(
     names: Iterable[str] = (),
     layout: str | _core.Table | None = None,
 ) -> Described:
-    """Return the axes (as one unsharded file stores them), facts and sets of a layout by a config.
+    """Return a layout's axes (as in one unsharded file), facts and sets, derived from a config.
 
     Args:
         config: content of ``config.json``.
         file: its path, for messages.
-        names: names of the stored tensors, for what no config states: whether experts are stacked, and
+        names: names of the stored tensors, for facts that no config states: whether experts are stacked, and
             whether a tied head is stored too.
-        layout: the table, if it is not the model's; without a table, all are empty.
+        layout: the table, if it is not the model's own; without a table, the result is empty.
 
     Raises:
         FastshardError: ``FS211`` for a value that does not fit.
@@ -135,15 +135,15 @@ def _table(layout: str | _core.Table) -> _core.Table:
 
 
 def _json(config: dict[str, Any]) -> str:
-    """Return a config as the core reads it.
+    """Return a config in the form that the core reads.
 
-    A config from YAML may have dates, whose text is not used.
+    A config from YAML may contain dates; their text is not used.
     """
     return json.dumps(_finite(config, _DEPTH), default=str)
 
 
 def _finite(value: Any, depth: int) -> Any:
-    """Remove numbers that JSON lacks, and values deeper than any table looks.
+    """Remove numbers that JSON cannot represent, and values below the depth that tables examine.
 
     transformers writes some limits as Infinity.
     """
@@ -157,7 +157,8 @@ def _finite(value: Any, depth: int) -> Any:
 
 
 def decode_special_floats(value: Any) -> Any:
-    """Decode numbers that JSON lacks, as transformers writes them in a config: ``{"__float__": "Infinity"}``.
+    """Decode numbers that JSON cannot represent, in the form that transformers writes: ``{"__float__":
+    "Infinity"}``.
 
     source: transformers 5.24 configuration_utils.py (_encode_special_floats)
     """
@@ -168,8 +169,8 @@ def decode_special_floats(value: Any) -> Any:
     return [decode_special_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
-#: Keys that choose the code that computes. transformers downloads a kernel, and runs it, where a value of the
-#: first names a repository of the hub.
+#: Keys that select the code to run. If the first one names a Hub repository, transformers downloads a kernel
+#: from there and runs it.
 #: source: transformers 5.24 modeling_utils.py (_check_and_adjust_attn_implementation), auto_factory.py
 _CODE_KEYS = {
     f"{prefix}{kind}_implementation{suffix}"
@@ -187,7 +188,7 @@ _CODE_KEYS = {
 
 
 def for_construction(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config as a class of transformers takes it: without keys that choose the code."""
+    """Return a config for the construction of a transformers class, without keys that select code."""
     decoded: dict[str, Any] = decode_special_floats(_without_code(config))
     return decoded
 
@@ -199,16 +200,16 @@ def _without_code(value: Any) -> Any:
 
 
 def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
-    """Return axes and facts of :func:`described`, whatever is stored."""
+    """Return the axes and facts of :func:`described`, regardless of the stored tensors."""
     return described(config)[:2]
 
 
-#: Keys that say how many layers predict further tokens.
+#: Keys that state the number of multi-token prediction (MTP) layers.
 _FURTHER = ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def find_promised_further(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Find the key under which a config promises layers that predict further tokens, and their number."""
+    """Find the key under which a config states MTP layers, and their number."""
     for key in _FURTHER:
         number = config.get(key)
         if type(number) is int and number > 0:
@@ -216,14 +217,14 @@ def find_promised_further(config: Mapping[str, Any]) -> tuple[str, int] | None:
     return None
 
 
-#: Keys under which a config says that its weights are quantised.
+#: Keys under which a config states that its weights are quantised.
 QUANTISED = ("quantization_config", "compression_config")
-#: Files in which quantisers say what they did, where config.json does not.
+#: Files in which quantisers record their settings if config.json does not.
 QUANTISER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def unquantised(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the same model with plain weights, in all its parts."""
+    """Return the config of the same model with unquantised weights, in all its parts."""
     return {
         key: unquantised(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -232,7 +233,7 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised_by(config: dict[str, Any]) -> str | None:
-    """Return the quantisation method of a model's weights by its config; None for plain weights."""
+    """Return the quantisation method that a config states; None for unquantised weights."""
     quantisation = config.get("quantization_config")
     return shown(quantisation.get("quant_method")) if isinstance(quantisation, dict) else None
 
@@ -243,14 +244,14 @@ def dtype_of(config: dict[str, Any]) -> Any:
 
 
 def with_rows(config: dict[str, Any], rows: int | None) -> dict[str, Any]:
-    """Return the config with the number of vocabulary rows that are written, if it states one."""
+    """Return the config with the number of vocabulary rows to write, if the config states a number."""
     if rows is None or not isinstance(config.get("vocab_size"), int) or config["vocab_size"] == rows:
         return config
     return {**config, "vocab_size": rows}
 
 
 def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Return the config with the weights' dtype, by its torch name."""
+    """Return the config with the weights' dtype, given by torch's name."""
     if not dtype:
         return config
     # transformers 4 reads torch_dtype, 5 reads dtype and writes only that. Of both spellings neither stays
@@ -270,8 +271,8 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
     """Report contradictions within a config.
 
-    They are settings under two keys with different values, and lists with an entry for each layer whose
-    length differs from the number of layers. transformers refuses such lists.
+    Contradictions are one setting under two keys with different values, and a per-layer list whose length
+    differs from the number of layers. transformers refuses such lists.
     source: transformers configuration_utils.py (layer_type_validation)
 
     Args:
@@ -304,7 +305,7 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:
-    """Return the layout table that a model's names imply, if there is no config."""
+    """Return the layout table that the tensor names imply, for use without a config."""
     have = set(names)
     if "model.embed_tokens.weight" in have and "model.layers.0.mlp.gate_proj.weight" in have:
         return "hf.llama"

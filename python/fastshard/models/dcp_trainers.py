@@ -1,4 +1,5 @@
-"""What the models of torchtitan and OLMo-core compute. The run's own code has their settings, no checkpoint.
+"""What the models of torchtitan and OLMo-core compute. Their settings are only in the run's own code, not in
+a checkpoint.
 
 source: torchtitan 0.3.0 models/{llama3,qwen3,qwen3_5,deepseek_v3,gpt_oss},
     models/common/{rope,moe,feed_forward}.py;
@@ -18,7 +19,8 @@ from . import unsupported
 from .model import Lack, Model, Rope
 from .unsupported import Says
 
-#: torchtitan has two rotary embeddings: one scales as Llama 3.1 does, the other goes with normed queries.
+#: torchtitan has two rotary embeddings: one scales as Llama 3.1 does, the other is used with normalised
+#: queries.
 _TITAN_LLAMA = Says(kind="Llama", activations=("silu",), scalings=("default", "llama3"))
 _TITAN_QWEN = Says(kind="Qwen3", activations=("silu",), scalings=("default",), qk_norm=(True,))
 _TITAN_QWEN_MOE = replace(
@@ -56,23 +58,7 @@ _TITAN_GPT_OSS = replace(
     experts=True,
     router_bias=(True,),
 )
-_TITAN_QWEN3_5 = replace(
-    _TITAN_QWEN,
-    kind="Qwen3.5",
-    shares=None,
-    attentions=("delta", "heads"),
-    output_gate=(True,),
-)
-_TITAN_QWEN3_5_MOE = replace(
-    _TITAN_QWEN3_5,
-    kind="Qwen3.5-MoE",
-    families=("qwen3_next", "qwen3_5"),
-    experts=True,
-    shared_experts=True,
-    needs_shared_experts=True,
-    shared_gate=(True,),
-)
-#: The window of torchtitan's own models. source: torchtitan models/gpt_oss/__init__.py
+#: The window size in torchtitan's own models. source: torchtitan models/gpt_oss/__init__.py
 _TITAN_WINDOW = 128
 _OLMO_CORE = Says(
     kind="Llama",
@@ -85,10 +71,11 @@ _OLMO_CORE = Says(
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer whose checkpoints state no settings."""
+    """A trainer whose checkpoints do not state any settings."""
 
     kinds: tuple[Says, ...]
-    #: What its own state says or its rows are arranged by, though transformers has a key for it.
+    #: Features that its own state shows, or that the arrangement of its rows determines, although
+    #: transformers has a key for them.
     covered: tuple[str, ...] = ()
 
 
@@ -111,11 +98,11 @@ _TRAINERS = {
 
 
 def refuse(spelling: str, model: Model) -> None:
-    """Refuse a model that the trainer does not compute.
+    """Refuse a model that the trainer cannot compute.
 
     Args:
-        spelling: the trainer, as in the names of its tables.
-        model: what is to be computed.
+        spelling: the trainer, by its name in its tables' names.
+        model: the model to compute.
 
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
@@ -129,7 +116,8 @@ def refuse(spelling: str, model: Model) -> None:
 
 
 def _list_lacks_of_yarn(model: Model) -> list[Lack]:
-    """List what YaRN has and torchtitan's lacks: it scales attention by one number, and rotations by none.
+    """List YaRN features that torchtitan's YaRN lacks: it scales attention by one number, and does not scale
+    rotations.
 
     source: torchtitan models/{deepseek_v3,gpt_oss}/model.py (softmax_scale), models/common/rope.py
     (_yarn_inv_freq); transformers modeling_rope_utils.py (_compute_yarn_parameters)
@@ -149,9 +137,10 @@ def _list_lacks_of_yarn(model: Model) -> list[Lack]:
 
 
 def _list_lacks_of_scale(rope: Rope) -> list[Lack]:
-    """List what YaRN of heads has: torchtitan scales attention by the square of 0.1*ln(factor)+1.
+    """List features of YaRN for heads that torchtitan lacks: it scales attention by the square of
+    0.1*ln(factor)+1.
 
-    transformers scales queries and keys by that number each, unless the config states another one.
+    transformers scales queries and keys by that number each, unless the config states another number.
     """
     scaling = {key: value for key, value in rope.scaling.items() if value is not None}
     factor = scaling.get("factor")
@@ -168,12 +157,12 @@ def _list_lacks_of_scale(rope: Rope) -> list[Lack]:
 
 
 def warn_of_settings(spelling: str, model: Model, file: str) -> list[Finding]:
-    """Warn of settings that torchtitan's own models have otherwise, and that no tensor shows.
+    """Warn of settings that differ from those of torchtitan's own models and that no tensor shows.
 
     Args:
-        spelling: the trainer, as in the names of its tables.
-        model: what is to be computed.
-        file: the config.json beside the result.
+        spelling: the trainer, by its name in its tables' names.
+        model: the model to compute.
+        file: the config.json next to the result.
     """
     if spelling != "torchtitan":
         return []

@@ -19,12 +19,13 @@ from .model import Attention, Block, Lack, Model, Rope, unstated
 from .overridden_settings import read_settings
 from .unsupported import Says
 
-#: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
+#: Gated activations, which halve the output of the first projection. source: gpt-neox
+#: megatron/model/activations.py
 GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")
 #: source: gpt-neox megatron/neox_arguments/neox_args.py, activation
 DEFAULT_ACTIVATION = "gelu"
-#: eps by kind of norm: key and default. source: gpt-neox megatron/neox_arguments/neox_args.py
-#: LayerNormMLP uses these defaults whatever the config says. source: megatron/model/transformer_engine.py
+#: Key and default of eps, by kind of norm. source: gpt-neox megatron/neox_arguments/neox_args.py LayerNormMLP
+#: uses these defaults whatever the config says. source: megatron/model/transformer_engine.py
 EPS = {
     "layernorm": ("layernorm_epsilon", 1e-5),
     "te_layernorm": ("layernorm_epsilon", 1e-5),
@@ -37,7 +38,7 @@ _NORMS = {
     "rmsnorm": "RMSNorm",
     "te_rmsnorm": "RMSNorm",
 }
-#: GPT-NeoX activation -> transformers'. A gated one by what it applies to the gate.
+#: GPT-NeoX activation -> transformers activation. For a gated one, the function applied to the gate.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
@@ -50,7 +51,7 @@ _ACTIVATIONS = {
     "glu": "sigmoid",
     "bilinear": "linear",
 }
-#: The way back. The tanh form is what bias_gelu_fusion computes. source: megatron/model/fused_bias_gelu.py
+#: The reverse mapping. bias_gelu_fusion computes the tanh form. source: megatron/model/fused_bias_gelu.py
 _PLAIN: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "gelu_pytorch_tanh": {"activation": "gelu", "bias_gelu_fusion": True},
@@ -71,7 +72,7 @@ _WORDS = {
     "grouped": "num_kv_heads",
     "biases": "set of biases",
 }
-#: Settings of the model by their names in :func:`.read_settings`, as keys of a training config.
+#: Keys of a training config for the settings that :func:`.read_settings` returns.
 _OF_CONFIG = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -82,7 +83,7 @@ _OF_CONFIG = {
     "partial_rotary_factor": "rotary_pct",
     "parallel": "gpt_j_residual",
 }
-#: Keys of a training config that are settings of the model, and not of how it is run.
+#: Keys of a training config that are settings of the model, not of the run.
 SETTINGS = frozenset(
     {
         *_OF_CONFIG.values(),
@@ -129,9 +130,9 @@ LLAMA = Says(
 
 @dataclass(frozen=True)
 class Features:
-    """The features of a trained model, by the names and shapes of its tensors."""
+    """Features of a trained model, derived from its tensors' names and shapes."""
 
-    #: The kind of norm, in the words of GPT-NeoX's ``norm``.
+    #: The kind of norm, as in GPT-NeoX's ``norm``.
     norm: str
     norm_bias: bool
     #: ``parallel``, ``sequential`` or ``unknown``.
@@ -146,7 +147,7 @@ class Features:
     gqa: bool
     te_mha: bool
     te_layernorm_mlp: bool
-    #: True if norms are left over beside those of Transformer Engine's MLP.
+    #: True if unused norms are stored besides those of Transformer Engine's MLP.
     stale_norm: bool
     te_parallel_linear: bool
     qk_layernorm: bool
@@ -156,7 +157,7 @@ class Features:
 
     @property
     def is_llama(self) -> bool:
-        """True if transformers' Llama computes the model: RMSNorm, gated MLP, sequential residual."""
+        """True if transformers' Llama class computes the model: RMSNorm, gated MLP, sequential residual."""
         if self.residual == "unknown" and (self.dense_bias or self.mlp_out_bias):
             return False
         plain = self.norm in ("rmsnorm", "te_rmsnorm") and not self.norm_bias and self.gated
@@ -169,15 +170,15 @@ class GptNeoX:
     """The dialect of GPT-NeoX."""
 
     name: ClassVar[str] = "GPT-NeoX"
-    #: What the model was trained with; None for a config to be written.
+    #: Features with which the model was trained; None when writing a config.
     features: Features | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model by a training config and the names of its tensors.
+        """Return the model that a training config and the tensor names describe.
 
         Args:
             values: the training config; may be empty.
-            evidence: further evidence from the tensors.
+            evidence: other evidence from the tensors.
 
         Raises:
             FastshardError: ``FS211`` for an invalid value.
@@ -246,7 +247,7 @@ class GptNeoX:
         )
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
-        """Return the keys of a training config that describe a model, and the assumptions.
+        """Return the keys of a training config that describe a model, and the assumptions made.
 
         Args:
             model: the model.
@@ -254,7 +255,7 @@ class GptNeoX:
             file: the config's name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for a model that GPT-NeoX does not compute, ``FS209`` for a setting that
+            FastshardError: ``FS514`` for a model that GPT-NeoX cannot compute, ``FS209`` for a setting that
                 affects values and is not stated.
         """
         refuse(model)
@@ -358,7 +359,7 @@ def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:
-    """Report the GELU variant that was chosen, an assumed position embedding, and omitted config entries."""
+    """Report the chosen GELU variant, an assumed position embedding, and omitted config entries."""
     remarks = []
     if is_fused:
         what = "gelu_pytorch_tanh is written, which is the form of gelu that bias_gelu_fusion computes"
@@ -380,7 +381,7 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
 
 
 def refuse(model: Model) -> None:
-    """Refuse a model that GPT-NeoX does not compute.
+    """Refuse a model that GPT-NeoX cannot compute.
 
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
@@ -389,7 +390,7 @@ def refuse(model: Model) -> None:
 
 
 def activation_of(config: Mapping[str, Any]) -> str:
-    """Return GPT-NeoX's ``activation``; its default unless the tensors disprove it."""
+    """Return GPT-NeoX's ``activation``, or its default unless the tensors contradict it."""
     activation = config.get("activation")
     return DEFAULT_ACTIVATION if activation is None else str(activation)
 
@@ -444,7 +445,7 @@ def _note(message: str) -> Finding:
 def _besides(
     config: Mapping[str, Any], features: Features, parallel: bool | None, windowed: bool
 ) -> list[Lack]:
-    """List features that no other framework has."""
+    """List features that no other framework supports."""
     found = []
     if features.qk_layernorm:
         found.append(Lack("use_qk_layernorm", "no norm of queries and keys", "attention.qk_layernorm"))
@@ -469,7 +470,7 @@ def _besides(
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """Return the number of positions that a token sees to its left, without itself; None for all.
+    """Return how many positions to its left a token sees, excluding itself; None for all.
 
     source: gpt-neox megatron/model/transformer.py: flash-attn gets ``window_size=(width, -1)``
 
@@ -485,10 +486,11 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 
 def attention_kinds(config: Mapping[str, Any]) -> set[str]:
-    """Return the kinds in ``attention_config``: ``[[["global", "flash"], 12]]``, or one word per layer.
+    """Return the attention kinds in ``attention_config``: ``[[["global", "flash"], 12]]``, or one word per
+    layer.
 
     Raises:
-        FastshardError: ``FS211`` if it is of another form.
+        FastshardError: ``FS211`` if it has another form.
     """
     attention_config = config.get("attention_config")
     if attention_config is None:

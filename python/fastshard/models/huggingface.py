@@ -32,14 +32,14 @@ from .model import (
 )
 from .unsupported import Says
 
-#: transformers has several names for some functions. source: transformers activations.py, ACT2FN
+#: Functions for which transformers has several names. source: transformers activations.py, ACT2FN
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 _ACTIVATIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "mish", "sigmoid", "linear", "tanh"})
-#: Keys for the share of a head that is rotated.
+#: Keys for the fraction of a head that is rotated.
 _SHARES = ("partial_rotary_factor", "rotary_pct")
-#: The tables of a rotary embedding, of transformers 4 and 5.
+#: Keys for a rotary embedding's settings, in transformers 4 and 5.
 _ROPES = frozenset({"rope_scaling", "rope_parameters"})
-#: What messages call the fields.
+#: Names of the fields in messages.
 _WORDS = {
     "activation": "hidden_act",
     "parallel": "use_parallel_residual",
@@ -47,12 +47,12 @@ _WORDS = {
     "rope.scaling": "rope_scaling",
     "experts.normalised": "norm_topk_prob",
 }
-#: Its GPT-2 is another model.
+#: transformers has no GPT-3; its GPT-2 is another model.
 _GPT3 = Says(kind="GPT-3")
 
 
 def _says(of: ModelClass) -> Says:
-    """Return the properties that the models of a class can have."""
+    """Return the properties that models of a class can have."""
     return Says(
         kind=of.kind,
         families=(of.family,),
@@ -98,10 +98,10 @@ def _places(biases: Sequence[str]) -> tuple[bool, bool, bool, bool]:
 
 
 def class_of(model: Model, help: str | None = None) -> ModelClass:
-    """Return the class of transformers that computes a model.
+    """Return the transformers class that computes a model.
 
     Raises:
-        FastshardError: ``FS514``, one finding for each thing that no such class computes.
+        FastshardError: ``FS514``, one finding for each feature that no class supports.
     """
     if model.family == "gpt3":
         raise unsupported.refused("transformers", _GPT3, list(model.others), help)
@@ -123,7 +123,7 @@ def class_of(model: Model, help: str | None = None) -> ModelClass:
 
 
 def layout_of(model: Model, of: ModelClass) -> str:
-    """Return the name of the table of a class's tensors."""
+    """Return the name of the table for a class's tensors."""
     return of.dense_layout if model.dense_layers and of.dense_layout else of.layout
 
 
@@ -142,7 +142,7 @@ def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
 
 
 def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
-    """Return sizes by the axes of a table, as ``config.json`` names them."""
+    """Return sizes by ``config.json`` key, from sizes by table axis."""
     heads = axes["a"] if "a" in axes else axes["g"] * axes.get("r", 1)
     sizes = {
         "vocab_size": axes["V"],
@@ -170,9 +170,9 @@ def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
 
 
 def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the model's settings by the keys of all classes, in the order in which they are written.
+    """Return the model's settings under the keys of all classes, in writing order.
 
-    Unstated settings are None.
+    Settings that are not stated are None.
     """
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
@@ -225,7 +225,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _list_windows(model: Model, count: int) -> list[str]:
-    """Return the attention of each layer of a model with windows, in transformers' words."""
+    """Return the attention of each layer of a model with windows, in transformers' terms."""
     layers = model.windowed_layers
     return [
         "sliding_attention" if layers is None or layer in layers else "full_attention"
@@ -234,7 +234,7 @@ def _list_windows(model: Model, count: int) -> list[str]:
 
 
 def _list_layer_types(model: Model, count: int) -> list[str]:
-    """Return the attention of each layer of a model with gated delta nets, in transformers' words."""
+    """Return the attention of each layer of a model with gated delta nets, in transformers' terms."""
     delta = set(model.delta_layers)
     return ["linear_attention" if layer in delta else "full_attention" for layer in range(count)]
 
@@ -242,7 +242,8 @@ def _list_layer_types(model: Model, count: int) -> list[str]:
 def write(
     model: Model, of: ModelClass, axes: Mapping[str, int], file: str
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Return the config of a model without its dtype, and the assumptions; unstated settings are left out.
+    """Return a model's config without its dtype, and the assumptions; settings that are not stated are
+    omitted.
 
     Args:
         model: the model.
@@ -286,7 +287,7 @@ def _whole(value: float | None) -> float | None:
 
 
 def _outside(model: Model, file: str) -> list[Finding]:
-    """Report the effect of the place of eps."""
+    """Report the effect of adding eps outside the root."""
     if not model.eps_outside or model.norm != "RMSNorm" or model.eps is None or model.eps <= 1e-7:
         return []
     return [
@@ -306,7 +307,7 @@ class HuggingFace:
     name = "transformers"
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model of a ``config.json`` whose tensors its table describes.
+        """Return the model of a ``config.json`` whose tensors a table describes.
 
         Raises:
             FastshardError: ``FS211`` for an invalid value.
@@ -359,9 +360,9 @@ class HuggingFace:
 
 
 def add_defaults(config: Mapping[str, Any], of: ModelClass) -> dict[str, Any]:
-    """Return a config with the class's defaults for what it leaves out.
+    """Return a config with the class's defaults for the settings that it omits.
 
-    A table of the rotary embedding is one setting under two keys, and null is as good as none.
+    The settings of a rotary embedding may be under either of two keys; null counts as omitted.
     """
     ropes = _ROPES & of.defaults.keys()
     stated = any(config.get(key) is not None for key in _ROPES)
@@ -370,12 +371,12 @@ def add_defaults(config: Mapping[str, Any], of: ModelClass) -> dict[str, Any]:
 
 
 def _layers_of(name: str, evidence: Evidence) -> Sequence[int]:
-    """Return the layers of a set of the table; none if the table has no such set."""
+    """Return the layers of a set in the table; none if the table has no such set."""
     return evidence.sets[name][1] if name in evidence.sets else ()
 
 
 def _count_further_layers(evidence: Evidence) -> int:
-    """Count the stored layers that predict further tokens."""
+    """Count the stored MTP layers."""
     return len(_layers_of("mtp", evidence)) if evidence.facts.get("further") else 0
 
 
@@ -410,7 +411,7 @@ def _blocks(
 
 
 def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool, bool]:
-    """Return the biases by the facts of a table, and by the class where no fact states them."""
+    """Return the biases by the table's facts, or by the class if no fact states them."""
     known = [facts.get(fact) for fact in ("attention_bias", "out_bias", "mlp_bias", "mlp_bias")]
     for biases in map(_places, of.biases):
         if all(fact in (None, has) for fact, has in zip(known, biases, strict=True)):
@@ -448,7 +449,7 @@ def _experts(config: Mapping[str, Any], of: ModelClass, evidence: Evidence) -> E
 
 
 def _besides(config: Mapping[str, Any], of: ModelClass) -> list[Lack]:
-    """List what a class computes that no other framework has words for."""
+    """List features of a class for which no other framework has terms."""
     lacking = []
     if of.having("rope_interleave") and config.get("rope_interleave") is False:
         lacking.append(Lack("rope_interleave", "true: the members of a pair are adjacent", "false"))
@@ -459,7 +460,7 @@ def _besides(config: Mapping[str, Any], of: ModelClass) -> list[Lack]:
 
 
 def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:
-    """Return the positions that every layer sees, and the unsupported window if only some layers have one."""
+    """Return the window of all layers, and the unsupported windows if only some layers have one."""
     if of.window is None:
         return None, []
     if of.window not in ("all", "set"):
@@ -480,9 +481,9 @@ def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None,
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:
-    """Return the rotary embedding, and the unsupported settings if several kinds of layers differ in it.
+    """Return the rotary embedding, and the unsupported settings if they differ between kinds of layers.
 
-    transformers 4 has ``rope_theta`` and ``rope_scaling``, 5 has both in ``rope_parameters``.
+    transformers 4 has ``rope_theta`` and ``rope_scaling``; transformers 5 has both in ``rope_parameters``.
 
     Args:
         config: ``config.json`` of the model.

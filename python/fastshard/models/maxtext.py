@@ -21,7 +21,7 @@ from .config_fields import flag, positive_number, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
 from .unsupported import Says
 
-#: Keys that tell MaxText's yml from other configs.
+#: Keys that distinguish MaxText's yml from other configs.
 _TELLING = (
     "decoder_block",
     "base_config",
@@ -52,11 +52,11 @@ _WORDS = {
     "experts": "num_experts",
     "qk_norm": "use_qk_norm",
 }
-#: Settings of a mixture that change what is computed and neither names nor shapes, with the values that do
-#: not.
+#: MoE settings that change the computation but neither names nor shapes, with the values that do not change
+#: it.
 #: source: MaxText layers/moe.py (GateLogit, RoutedMoE.get_topk)
 _NEUTRAL_ROUTING: dict[str, Any] = {"routed_score_func": "", "use_random_routing": False}
-#: Settings that change what every block computes, and no tensor shows.
+#: Settings that change the computation of every block and that no tensor shows.
 #: source: MaxText layers/attention_op.py (moba), layers/decoders.py, layers/attentions.py
 _ABSENT = (
     "attn_logits_soft_cap",
@@ -65,7 +65,7 @@ _ABSENT = (
     "use_mrope",
     "use_untrainable_positional_embedding",
 )
-#: Its Llama block, which sees all positions before. source: MaxText models/{llama2,mistral}.py
+#: MaxText's Llama block, which sees all previous positions. source: MaxText models/{llama2,mistral}.py
 #: (attention_type is global)
 LLAMA = Says(
     kind="Llama",
@@ -78,56 +78,56 @@ LLAMA = Says(
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """A kind of MaxText's decoder blocks."""
+    """A kind of MaxText decoder block."""
 
-    #: Its table is ``maxtext.FAMILY``.
+    #: Family of its table, which is ``maxtext.FAMILY``.
     family: str
     says: Says
-    #: decoder_block by transformers' model type; the first where nothing says which one is meant.
+    #: decoder_block by transformers' model type; the first one if nothing states which is used.
     names: Mapping[str, str]
-    #: Settings of a yml that it needs besides.
+    #: Other yml settings that the block requires.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    #: MaxText's converter writes pairs side by side, whatever a yml says; else as ``rope_type`` says.
+    #: True if MaxText's converter always interleaves pairs; otherwise the order depends on ``rope_type``.
     interleaved: bool = False
 
     @property
     def is_mixture(self) -> bool:
-        """True for a mixture of experts."""
+        """True for an MoE block."""
         return self.says.experts
 
     @property
     def is_latent(self) -> bool:
-        """True for attention over a latent, whose rotary embedding has one order of pairs."""
+        """True for multi-latent attention, whose rotary embedding supports only one order of pairs."""
         return "latent" in self.says.attentions
 
     @property
     def is_windowed(self) -> bool:
-        """True for a window in every second layer, whose attention has sinks."""
+        """True for a block with a window in every second layer, whose attention has sinks."""
         return self.says.windowed_layers == "even"
 
     @property
     def is_delta(self) -> bool:
-        """True for gated delta nets in all layers of a cycle but the last."""
+        """True for a block with gated delta nets in all layers of a cycle except the last."""
         return "delta" in self.says.attentions
 
     @property
     def has_one_order(self) -> bool:
-        """True for a block whose rotary pairs have one order, whatever ``rope_type`` says."""
+        """True for a block whose rotary pairs have a fixed order, whatever ``rope_type`` states."""
         return self.is_latent or self.is_windowed or self.is_delta
 
     @property
     def scales_queries(self) -> bool:
-        """True for a block whose weights of queries have the division by sqrt(head_dim) in them."""
+        """True for a block whose query weights include the division by sqrt(head_dim)."""
         return not (self.qk_norm or self.is_latent or self.is_windowed)
 
     @property
     def qk_norm(self) -> bool:
-        """True for a block with norms of queries and keys."""
+        """True for a block with query and key norms."""
         return True in self.says.qk_norm
 
     @property
     def states_qk_norm(self) -> bool:
-        """True for a block whose norms of queries and keys are a setting of the yml."""
+        """True for a block whose query and key norms are a setting in the yml."""
         return self.qk_norm and not self.is_delta
 
     def make_cycle(self, length: int | None) -> Cycle | None:
@@ -148,7 +148,7 @@ class DecoderBlock:
         )
 
     def model_type(self, decoder_block: Any) -> str:
-        """Return transformers' model type by a decoder_block."""
+        """Return transformers' model type for a decoder_block."""
         named = [kind for kind, name in self.names.items() if name == decoder_block]
         return (named or list(self.names))[0]
 
@@ -195,8 +195,8 @@ _QWEN3_NEXT = replace(
     needs_shared_experts=True,
     shared_gate=(True,),
 )
-#: The blocks that have a table. Of a mixture the weights of the best experts always add up to 1: MaxText
-#: takes the softmax over the best alone, so norm_topk_prob changes nothing.
+#: Blocks that have a table. In MoE blocks, the weights of the selected experts always add up to 1: MaxText
+#: takes the softmax over the selected experts alone, so norm_topk_prob has no effect.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
 BLOCKS = (
     DecoderBlock("llama", LLAMA, {"llama": "llama2", "mistral": "mistral"}, interleaved=True),
@@ -227,12 +227,12 @@ BLOCKS = (
 
 
 def find_block(family: str, qk_norm: bool, config: Mapping[str, Any]) -> DecoderBlock:
-    """Return the block that names and a yml show.
+    """Return the block that tensor names and a yml show.
 
     Args:
         family: the family of the table that fits the names.
-        qk_norm: there are norms of queries and keys.
-        config: the yml; without such norms it tells a block that lost them from one that has none.
+        qk_norm: True if there are query and key norms.
+        config: the yml; without query and key norms, it shows whether they are missing or the block has none.
     """
     near = [block for block in BLOCKS if block.family == family]
     shown = [block for block in near if qk_norm and block.qk_norm]
@@ -244,7 +244,7 @@ def block_of(model: Model) -> DecoderBlock:
     """Return the block that computes a model.
 
     Raises:
-        FastshardError: ``FS514``, one finding for each reason why none does.
+        FastshardError: ``FS514``, with one finding for each reason, if no block does.
     """
     positions = model.max_positions
     kinds = [block.says for block in BLOCKS]
@@ -263,7 +263,7 @@ def block_of(model: Model) -> DecoderBlock:
 
 
 def _drop_window(block: Block, positions: int) -> Block:
-    """Return the block without a window that holds so many positions."""
+    """Return the block without its window, if the window covers the given number of positions."""
     window = block.attention.window
     if window is None or window < positions:
         return block
@@ -271,22 +271,22 @@ def _drop_window(block: Block, positions: int) -> Block:
 
 
 def is_mixture(family: str) -> bool:
-    """Return True if the tables of a family hold a mixture of experts."""
+    """Return True if the tables of a family describe MoE models."""
     return any(block.family == family and block.is_mixture for block in BLOCKS)
 
 
 def is_latent(family: str) -> bool:
-    """Return True if the tables of a family hold attention over a latent."""
+    """Return True if the tables of a family describe multi-latent attention."""
     return any(block.family == family and block.is_latent for block in BLOCKS)
 
 
 def is_windowed(family: str) -> bool:
-    """Return True if the tables of a family hold layers of which every second one has a window."""
+    """Return True if the tables of a family describe windows in every second layer."""
     return any(block.family == family and block.is_windowed for block in BLOCKS)
 
 
 def find_cycle(family: str, length: int | None) -> Cycle | None:
-    """Return the cycle of different layers of a family; None if all layers are alike.
+    """Return the cycle of different layers in a family; None if all layers are alike.
 
     Args:
         family: the family of a table.
@@ -296,12 +296,12 @@ def find_cycle(family: str, length: int | None) -> Cycle | None:
 
 
 def is_delta(family: str) -> bool:
-    """Return True if the tables of a family hold gated delta nets."""
+    """Return True if the tables of a family describe gated delta nets."""
     return any(block.family == family and block.is_delta for block in BLOCKS)
 
 
 def names_family(config: Mapping[str, Any], family: str) -> bool:
-    """Return True if the decoder_block of a yml is one of a family."""
+    """Return True if a yml's decoder_block belongs to a family."""
     named = config.get("decoder_block")
     return any(named in block.names.values() for block in BLOCKS if block.family == family)
 
@@ -322,21 +322,22 @@ def is_maxtext(config: Mapping[str, Any]) -> bool:
 class Pairs:
     """The rotary embedding of a MaxText model."""
 
-    #: The two of a pair lie side by side.
+    #: True if the two elements of a pair are adjacent.
     interleaved: bool
-    #: Frequencies are scaled as Llama 3.1's are.
+    #: True if frequencies are scaled as in Llama 3.1.
     scaled: bool
 
 
 def pairs_of(config: Mapping[str, Any], block: DecoderBlock) -> Pairs | None:
-    """Return the rotary embedding by a yml or ``config.json``, since no checkpoint of MaxText states it.
+    """Return the rotary embedding that a yml or ``config.json`` states; MaxText checkpoints do not state it.
 
-    None if the order of queries and keys stays open: with only some ``model_name`` in the yml of a Llama, or
-    with a ``config.json`` without scaling, which MaxText can run with either order.
+    The result is None if the order of queries and keys is unknown. This is the case for a Llama yml with
+    certain ``model_name`` values, and for a ``config.json`` without scaling, which MaxText can run with
+    either order.
     source: MaxText layers/attentions.py (init_rotary_embedding)
 
     Raises:
-        FastshardError: ``FS211`` for invalid values, ``FS514`` for an embedding that is neither.
+        FastshardError: ``FS211`` for invalid values, ``FS514`` for another rotary embedding.
     """
     if block.has_one_order:
         return Pairs(block.is_latent, False)
@@ -368,18 +369,18 @@ def pairs_of(config: Mapping[str, Any], block: DecoderBlock) -> Pairs | None:
 
 @dataclass(frozen=True)
 class MaxText:
-    """The dialect of MaxText, and of Paxml's models, which it runs."""
+    """The dialect of MaxText, and of Paxml models, which MaxText runs."""
 
     name: ClassVar[str] = "MaxText"
-    #: What a ``config.json`` of transformers' Llama says in place of a yml; None where there is none.
+    #: Facts from the ``config.json`` of transformers' Llama, used in place of a yml; None if there is none.
     config_facts: Mapping[str, bool] | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model of a yml, or of a ``config.json`` that was given for it.
+        """Return the model of a yml, or of a ``config.json`` that was passed in its place.
 
         Raises:
-            FastshardError: ``FS211`` for an invalid value, ``FS209`` if the yml leaves open which
-                order queries and keys have or how many experts a token goes through, ``FS215`` for a
+            FastshardError: ``FS211`` for an invalid value, ``FS209`` if the yml does not determine the order
+                of queries and keys, or how many experts process a token, ``FS215`` for a
                 config of another model.
         """
         if evidence.family == "gpt3":
@@ -472,7 +473,7 @@ class MaxText:
         )
 
     def _of_config(self, config: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model of a ``config.json``, if the tensors are those of such a model."""
+        """Return the model of a ``config.json``, if the tensors match it."""
         facts = {"tied": evidence.facts.get("tied", False)}
         block = find_block(evidence.family, evidence.facts.get("qk_norm", False), {})
         qkv, out, mlp, _ = next(iter(block.says.biases))
@@ -505,16 +506,16 @@ class MaxText:
     def write(
         self, model: Model, interleaved: bool, tied: bool, file: str
     ) -> tuple[dict[str, Any], list[Finding]]:
-        """Return the keys of a yml that describe a model, and the assumptions.
+        """Return the yml keys that describe a model, and the assumptions made.
 
         Args:
             model: the model.
-            interleaved: the order of queries and keys that is written.
-            tied: the output layer is the embedding.
+            interleaved: the order of queries and keys to write.
+            tied: True if the output layer shares the embedding's weights.
             file: the yml's name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for a model that MaxText's block does not compute.
+            FastshardError: ``FS514`` for a model that MaxText's block cannot compute.
         """
         block = block_of(model)
         model.settled("parallel", "activation")
@@ -566,12 +567,14 @@ class MaxText:
 
 
 def order(interleaved: bool, scaled: bool) -> dict[str, Any]:
-    """Return the keys of the order of pairs, which is always stated since it decides the values' meaning."""
+    """Return the yml keys for the order of pairs. They are always written, because the values depend on the
+    order.
+    """
     return {"rope_type": "llama3.1", "rope_use_scale": scaled} if interleaved else {"rope_type": "default"}
 
 
 def _read_experts(config: Mapping[str, Any], block: DecoderBlock) -> Experts | None:
-    """Return the mixture of experts of a yml; None for a block without one."""
+    """Return the expert settings of a yml; None for a block without experts."""
     if not block.is_mixture:
         return None
     best = _best(config)
@@ -579,7 +582,7 @@ def _read_experts(config: Mapping[str, Any], block: DecoderBlock) -> Experts | N
 
 
 def _list_blocks(experts: Experts | None, evidence: Evidence) -> tuple[Block, ...]:
-    """Return the kinds of layers of a model with attention over a latent, whose first layers are dense."""
+    """Return the kinds of layers of a model with multi-latent attention, whose first layers are dense."""
     attention = Attention("latent", latent_queries=evidence.facts.get("q_lora", False))
     dense = evidence.sets["dense"][1] if "dense" in evidence.sets else ()
     return change_layers([Block(attention, experts)], dense, evidence.axes.get("L", 0), drop_experts)
@@ -591,10 +594,10 @@ def _list_warnings(eps: float | None, config: Mapping[str, Any]) -> list[Finding
 
 
 def _best(config: Mapping[str, Any]) -> int:
-    """Return how many experts a token goes through.
+    """Return how many experts process a token.
 
     Raises:
-        FastshardError: ``FS209`` if nothing states it, ``FS211`` for a value that is no such number.
+        FastshardError: ``FS209`` if nothing states it, ``FS211`` for an invalid number.
     """
     key = "num_experts_per_tok"
     if config.get(key) is None:
@@ -640,7 +643,7 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
 
 
 def _routing(config: Mapping[str, Any], block: DecoderBlock) -> list[tuple[str, str, Any, bool]]:
-    """List checks of how tokens are led to experts: name, expected, got, and whether it is as expected."""
+    """List routing checks: name, expected value, found value, and whether they match."""
     checks = [
         (key, shown(neutral), config.get(key), config.get(key) in (None, neutral))
         for key, neutral in ({} if block.is_latent else _NEUTRAL_ROUTING).items()
@@ -661,7 +664,7 @@ def _order_open(block: DecoderBlock) -> Finding:
 
 
 def report_unstated(key: str, file: str) -> Finding:
-    """Build the warning for a yml that cannot state a setting that decides the model."""
+    """Build the warning for a setting that determines the model and that a yml cannot state."""
     return _report_assumed(
         f"{key}, for which MaxText has a default of its own: set it before MaxText runs with this yml",
         "warning",

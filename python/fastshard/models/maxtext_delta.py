@@ -1,4 +1,4 @@
-"""MaxText's terms for Qwen3-Next and Qwen3.5: gated delta nets in all layers of a cycle but the last.
+"""MaxText's terms for Qwen3-Next and Qwen3.5: gated delta nets in all layers of a cycle except the last.
 
 source: MaxText configs/base.yml, configs/models/{qwen3-next-80b-a3b,qwen3.5-35b-a3b}.yml,
     configs/types.py (GDN, partial_rotary_factor), models/{qwen3,qwen3_5}.py,
@@ -19,26 +19,26 @@ from ..layouts.declaration import Evidence
 from .config_fields import positive_number, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, take_delta_net, unstated
 
-#: Sizes of delta nets in a yml, by the tables' axes.
+#: Sizes of delta nets: axes of the tables -> keys of a yml.
 SIZES = {
     "k": "gdn_num_key_heads",
     "kd": "gdn_key_head_dim",
     "ud": "gdn_value_head_dim",
     "C": "gdn_conv_kernel_dim",
 }
-#: The number of heads of values: several for each head of keys.
+#: The number of value heads; each key head has several.
 VALUES = "gdn_num_value_heads"
 #: The number of layers in a cycle.
 CYCLE = "inhomogeneous_layer_cycle_interval"
-#: The part of a head that is rotated.
+#: The fraction of a head that is rotated.
 SHARE = "partial_rotary_factor"
-#: Cycles that the table describes are at most so long.
+#: Maximum length of a cycle that the table describes.
 LONGEST_CYCLE = 8
-#: What a yml of such a block states besides sizes, the cycle and the rotary embedding.
+#: Settings in a yml of such a block, besides sizes, the cycle and the rotary embedding.
 SETTINGS: dict[str, Any] = {"norm_topk_prob": True, "shared_experts": 1}
-#: Settings besides sizes that a yml made of another yml keeps.
+#: Settings besides sizes that stay unchanged when a yml is made from another yml.
 KEPT = (CYCLE, SHARE, "use_mrope", "mrope_section")
-#: Settings that these blocks compute with one value alone, and what MaxText takes where none is stated.
+#: Settings that these blocks support with one value only, and MaxText's default for each.
 _FIXED: dict[str, tuple[Any, Any]] = {
     "use_qk_norm_in_gdn": (True, True),
     "shared_experts": (1, 0),
@@ -52,10 +52,10 @@ _FIXED: dict[str, tuple[Any, Any]] = {
 
 
 def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list[Lack]]:
-    """Return the rotary embedding of a yml, and what no other framework has of it.
+    """Return the rotary embedding of a yml, and its features that no other framework supports.
 
     Raises:
-        FastshardError: ``FS209`` for settings that decide values and are not stated, ``FS211`` for
+        FastshardError: ``FS209`` for settings that affect values and are not stated, ``FS211`` for
             invalid ones.
     """
     kind = str(config.get("rope_type") or "default").lower()
@@ -68,7 +68,7 @@ def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list
 
 
 def list_unstated(config: Mapping[str, Any]) -> list[str]:
-    """List settings that decide the model, that no array shows, and that a yml does not state."""
+    """List settings that determine the model, that no array shows, and that a yml does not state."""
     return [key for key in (SIZES["k"], SHARE) if config.get(key) is None]
 
 
@@ -82,7 +82,7 @@ def list_blocks(experts: Experts | None, evidence: Evidence, grouped: bool) -> t
 
 
 def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
-    """List what a yml computes and no other framework does."""
+    """List features of a yml that no other framework computes."""
     return [
         Lack(key, shown(expected), shown(got))
         for key, (expected, default) in _FIXED.items()
@@ -91,7 +91,7 @@ def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
 
 
 def read_cycle(config: Mapping[str, Any]) -> int | None:
-    """Return the number of layers in a cycle that a yml or a ``config.json`` states; None if none does.
+    """Return the number of layers in a cycle, from a yml or a ``config.json``; None if it is not stated.
 
     Raises:
         FastshardError: ``FS211`` for an invalid number.
@@ -107,11 +107,12 @@ def read_cycle(config: Mapping[str, Any]) -> int | None:
 
 
 def find_cycle(full_layers: Iterable[int], delta_layers: Iterable[int]) -> int | None:
-    """Return the number of layers in a cycle, of which the last alone has attention; None if it is no cycle.
+    """Return the length of a cycle in which only the last layer has attention; None if the layers form no
+    cycle.
 
     Args:
-        full_layers: the layers with attention that are known.
-        delta_layers: the layers with delta nets that are known.
+        full_layers: the known layers with attention.
+        delta_layers: the known layers with delta nets.
     """
     full = sorted(full_layers)
     if not full:
@@ -121,19 +122,19 @@ def find_cycle(full_layers: Iterable[int], delta_layers: Iterable[int]) -> int |
 
 
 def fits_cycle(length: int, full_layers: Iterable[int], delta_layers: Iterable[int]) -> bool:
-    """Return True if layers are of the kinds that a cycle of a length gives them."""
+    """Return True if all layers have the kinds that a cycle of the given length implies."""
     return all((n + 1) % length == 0 for n in full_layers) and all((n + 1) % length for n in delta_layers)
 
 
 def count_layers_of_cycle(model: Model) -> int | None:
-    """Return the number of layers in the cycle of a model; None if its layers form none."""
+    """Return the length of a model's layer cycle; None if its layers form no cycle."""
     delta = model.delta_layers
     count = sum(len(block.layers or ()) for block in model.blocks)
     return find_cycle(set(range(count)) - set(delta), delta)
 
 
 def list_lacks(model: Model) -> list[Lack]:
-    """List what a model has and MaxText's blocks lack, besides what its kind says."""
+    """List features of a model that MaxText's blocks lack, besides those that its kind covers."""
     length = count_layers_of_cycle(model)
     if length is not None and length <= LONGEST_CYCLE:
         return []
@@ -147,16 +148,16 @@ def list_lacks(model: Model) -> list[Lack]:
 
 
 def write(model: Model) -> dict[str, Any]:
-    """Return the keys of a yml for cycle and rotary embedding of a model that :func:`list_lacks` passes."""
+    """Return the yml keys for cycle and rotary embedding of a model that passes :func:`list_lacks`."""
     return {"rope_type": "default", SHARE: model.rope.share, CYCLE: count_layers_of_cycle(model)}
 
 
 def write_sizes(axes: Mapping[str, int], *, has_heads: bool) -> dict[str, int]:
-    """Return the keys of a yml for the sizes of experts and delta nets.
+    """Return the yml keys for the sizes of experts and delta nets.
 
     Args:
         axes: the extents that the plan bound.
-        has_heads: the number of heads of keys is known.
+        has_heads: True if the number of key heads is known.
     """
     sizes = {key: axes[axis] for axis, key in SIZES.items()} | {VALUES: axes["k"] * axes["u"]}
     if not has_heads:

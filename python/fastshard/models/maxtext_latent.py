@@ -1,4 +1,4 @@
-"""MaxText's terms for attention over a latent, its YaRN, and experts as DeepSeek-V3 chooses them.
+"""MaxText's terms for multi-latent attention, its YaRN, and DeepSeek-V3's choice of experts.
 
 source: MaxText configs/base.yml, configs/types.py (YarnRope, DeepSeekMoE), models/deepseek.py,
     layers/attention_mla.py (MLA), layers/embeddings.py (YarnRotaryEmbedding),
@@ -17,7 +17,7 @@ from ..common.errors import Finding, error_for
 from .config_fields import flag, integer, positive_number, refused, whole_number
 from .model import LATENT_EPS, Experts, Lack, Model, Rope, unstated
 
-#: Sizes of a yml that only this attention has, by the tables' axes.
+#: Sizes that only this attention has: axes of the tables -> keys of a yml.
 SIZES = {
     "Q": "q_lora_rank",
     "K": "kv_lora_rank",
@@ -25,16 +25,17 @@ SIZES = {
     "rope": "qk_rope_head_dim",
     "vd": "v_head_dim",
 }
-#: Only under such a name MaxText chooses among groups, and weighs experts by their scores without the bias.
+#: MaxText chooses among groups, and weights experts by scores without the bias, only under a name that starts
+#: like this.
 #: source: MaxText layers/moe.py (GateLogit.__call__, RoutedMoE.get_topk)
 _ROUTED_NAME = "deepseek3"
-#: Settings of its YaRN without which the others mean nothing.
+#: YaRN settings that the other ones depend on.
 _YARN_SIZES = ("rope_factor", "max_position_embeddings", "original_max_position_embeddings")
 _YARN = (*_YARN_SIZES, "beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate")
 _ROUTING = ("routed_scaling_factor", "n_routing_groups", "topk_routing_group")
-#: Settings besides sizes that a yml made of another yml keeps.
+#: Settings besides sizes that stay unchanged when a yml is made from another yml.
 KEPT = ("rope_type", *_YARN, "rope_attention_scaling", "rope_pairwise", *_ROUTING, "model_name")
-#: Settings that these blocks compute with one value alone, and what MaxText takes where none is stated.
+#: Settings that these blocks support with one value only, and MaxText's default for each.
 _FIXED: dict[str, tuple[Any, Any]] = {
     "routed_score_func": ("sigmoid", ""),
     "routed_bias": (True, False),
@@ -48,10 +49,10 @@ _FIXED: dict[str, tuple[Any, Any]] = {
 
 
 def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list[Lack]]:
-    """Return the rotary embedding of a yml, and what no other framework has of it.
+    """Return the rotary embedding of a yml, and its features that no other framework supports.
 
     Raises:
-        FastshardError: ``FS209`` for settings that decide values and are not stated, ``FS211`` for
+        FastshardError: ``FS209`` for settings that affect values and are not stated, ``FS211`` for
             invalid ones.
     """
     kind = config.get("rope_type")
@@ -74,10 +75,10 @@ def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list
 
 
 def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of YaRN by transformers' keys; none for a factor of 1, which scales nothing.
+    """Return the YaRN settings by transformers' keys; none for a factor of 1, which does not scale.
 
     Raises:
-        FastshardError: ``FS209`` for settings that decide values and are not stated, ``FS211`` for
+        FastshardError: ``FS209`` for settings that affect values and are not stated, ``FS211`` for
             invalid ones.
     """
     lacking = [key for key in ("rope_type", *_YARN_SIZES) if config.get(key) is None]
@@ -102,10 +103,10 @@ def _equal(mscale: float) -> dict[str, float]:
 
 
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Read a number, which may be 0 or less.
+    """Read a number, which may be zero or negative.
 
     Raises:
-        FastshardError: ``FS211`` if it is no number.
+        FastshardError: ``FS211`` if it is not a number.
     """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -114,13 +115,13 @@ def _number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the length of the window that a yml states."""
+    """Return the maximum number of positions that a yml states."""
     key = "max_position_embeddings"
     return whole_number(config, key, 1) if config.get(key) is not None else None
 
 
 def read_experts(config: Mapping[str, Any], best: int) -> Experts:
-    """Return the mixture of a yml.
+    """Return the expert settings of a yml.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -143,7 +144,7 @@ def read_experts(config: Mapping[str, Any], best: int) -> Experts:
 
 
 def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
-    """List what a yml computes and no other framework does."""
+    """List features of a yml that no other framework computes."""
     return [
         Lack(key, shown(expected), shown(got))
         for key, (expected, default) in _FIXED.items()
@@ -152,7 +153,7 @@ def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
 
 
 def list_lacks(model: Model) -> list[Lack]:
-    """List what a model has and MaxText's blocks lack, besides what its kind says."""
+    """List features of a model that MaxText's blocks lack, besides those that its kind covers."""
     lacking = write_yarn(model)[1]
     if not model.dense_layers or all(block.layers == () for block in model.blocks if block.experts):
         # Each kind of layers is a stack: MaxText has none of no layers.
@@ -164,7 +165,9 @@ def list_lacks(model: Model) -> list[Lack]:
 
 
 def write(model: Model) -> dict[str, Any]:
-    """Return the keys of a yml for rotary embedding and routing of a model that :func:`list_lacks` passes."""
+    """Return the yml keys for the rotary embedding and the routing of a model that :func:`list_lacks`
+    accepts.
+    """
     experts = model.experts
     assert experts is not None
     # Of the best of all groups MaxText speaks by -1.
@@ -178,10 +181,11 @@ def write(model: Model) -> dict[str, Any]:
 
 
 def write_yarn(model: Model) -> tuple[dict[str, Any], list[Lack]]:
-    """Return the keys of a yml for a rotary embedding, and what MaxText's YaRN lacks of it.
+    """Return the yml keys for a rotary embedding, and its features that MaxText's YaRN lacks.
 
-    Without scaling it is YaRN by 1: MaxText's other embeddings rotate halves, and its converter keeps the
-    order of pairs. Pairs are halves where heads have keys and values, and attention is not scaled there.
+    An embedding without scaling is written as YaRN with a factor of 1, because MaxText's other embeddings
+    rotate halves and its converter keeps the order of pairs. For heads with separate keys and values, pairs
+    are halves, and attention is not scaled.
     source: MaxText layers/attentions.py (init_rotary_embedding)
     """
     is_latent = model.attention.kind == "latent"
@@ -229,12 +233,12 @@ def _lack(model: Model, key: str, expected: str, got: Any) -> Lack:
 
 
 def list_warnings(eps: float | None, model_name: str | None, file: str | None = None) -> list[Finding]:
-    """Warn of what MaxText and transformers compute differently in a model, and no setting changes.
+    """Warn of differences between MaxText's and transformers' computation that no setting can change.
 
     Args:
-        eps: of all norms of MaxText.
-        model_name: as the yml has it; None where nothing is known of it.
-        file: the yml that is written.
+        eps: eps of all MaxText norms.
+        model_name: its value in the yml; None if it is unknown.
+        file: the yml to write.
     """
     findings = []
     if model_name is not None and not model_name.startswith(_ROUTED_NAME):

@@ -1,4 +1,4 @@
-"""Sizes in MaxText's yml, and the extents of the tables' axes that follow from them.
+"""Sizes in MaxText's yml, and the extents of table axes that they determine.
 
 source: MaxText configs/base.yml and configs/models, configs/types.py, layers/attentions.py,
     models/{llama2,gpt3}.py
@@ -39,7 +39,7 @@ def _scales(config: dict[str, Any]) -> dict[str, int]:
 
 
 def sizes(config: dict[str, Any]) -> dict[str, int]:
-    """Return the sizes that the yml states, without those that it leaves to MaxText's defaults.
+    """Return the sizes that the yml states, excluding those that it leaves to MaxText's defaults.
 
     Raises:
         FastshardError: ``FS211`` for one that is not a positive integer, ``FS215`` for a product that
@@ -83,15 +83,15 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _is_size(config: dict[str, Any], key: str) -> bool:
-    """Return True for a size; False where nothing states it, or MaxText's default of -1 turns it off."""
+    """Return True for a size; False if it is not stated, or is turned off by MaxText's default of -1."""
     return (integer(config, key) or -1) > 0
 
 
 def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
-    """Return the extents of the tables' axes that a yml or a ``config.json`` states.
+    """Return the extents of the table axes that a yml or a ``config.json`` states.
 
     Raises:
-        FastshardError: ``FS211`` for values that are not sizes, or do not divide.
+        FastshardError: ``FS211`` for values that are not sizes, or are not divisible.
     """
     if not is_maxtext(config):
         if family == "gpt3":
@@ -140,7 +140,7 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
 
 
 def _axes_of_latent(axes: dict[str, int], have: dict[str, int]) -> dict[str, int]:
-    """Return the axes of a model with attention over a latent, whose dense layers have a size of their own.
+    """Return the axes of a model with multi-latent attention, whose dense layers have a separate size.
 
     source: MaxText layers/attention_mla.py (MLA), layers/moe.py (RoutedAndSharedMoE)
     """
@@ -152,12 +152,12 @@ def _axes_of_latent(axes: dict[str, int], have: dict[str, int]) -> dict[str, int
 
 
 def _axes_of_delta(have: dict[str, int]) -> dict[str, int]:
-    """Return the axes of experts and gated delta nets. The shared expert is as large as the others.
+    """Return the axes of experts and gated delta nets. The shared expert has the same size as the others.
 
     source: MaxText models/qwen3.py (Qwen3NextGatedDeltaNet, Qwen3NextSparseMoeBlock)
 
     Raises:
-        FastshardError: ``FS211`` for heads of values that the heads of keys do not divide.
+        FastshardError: ``FS211`` if the number of value heads is not divisible by the number of key heads.
     """
     axes = {axis: have[key] for axis, key in maxtext_delta.SIZES.items() if key in have}
     if (size := have.get("moe_mlp_dim", have.get("mlp_dim"))) is not None:
@@ -175,7 +175,7 @@ def _axes_of_delta(have: dict[str, int]) -> dict[str, int]:
     return axes
 
 
-#: Settings of the model by their names in :func:`.read_settings`, as keys of a yml.
+#: Keys of a yml for the settings that :func:`.read_settings` returns.
 _OF_CONFIG = {
     "hidden_size": "base_emb_dim",
     "num_attention_heads": "base_num_query_heads",

@@ -1,4 +1,4 @@
-"""MaxText's terms for gpt-oss: sinks of attention, a window in every second layer, experts with biases.
+"""MaxText's terms for gpt-oss: attention sinks, a window in every second layer, experts with biases.
 
 source: MaxText configs/base.yml, configs/models/gpt-oss-20b.yml, models/gpt_oss.py,
     layers/attentions.py (sinks, query_pre_attn_scalar), layers/attention_op.py,
@@ -18,7 +18,7 @@ from . import maxtext_latent
 from .config_fields import flag, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, take_window, unstated
 
-#: What a yml of such a block states besides sizes and the rotary embedding.
+#: Settings in a yml of such a block, besides sizes and the rotary embedding.
 SETTINGS: dict[str, Any] = {
     "attention_bias": True,
     "attention_sink": True,
@@ -28,8 +28,8 @@ SETTINGS: dict[str, Any] = {
     "mlp_bias": True,
     "inhomogeneous_layer_cycle_interval": 2,
 }
-#: Settings that these blocks compute with one value alone, and what MaxText takes where none is stated.
-#: Names show the cycle.
+#: Settings that these blocks support with one value only, and MaxText's default for each. Names show the
+#: cycle.
 _FIXED: dict[str, tuple[Any, Any]] = {
     "attention_bias": (True, False),
     "attention_sink": (True, False),
@@ -38,15 +38,15 @@ _FIXED: dict[str, tuple[Any, Any]] = {
     "mlp_bias": (True, False),
     "inhomogeneous_layer_cycle_interval": (2, 2),
 }
-#: Settings besides sizes that a yml made of another yml keeps.
+#: Settings besides sizes that stay unchanged when a yml is made from another yml.
 KEPT = (*maxtext_latent.KEPT, "sliding_window_size", *SETTINGS)
 
 
 def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list[Lack]]:
-    """Return the rotary embedding of a yml, and what no other framework has of it.
+    """Return the rotary embedding of a yml, and its features that no other framework supports.
 
     Raises:
-        FastshardError: ``FS209`` for settings that decide values and are not stated, ``FS211`` for
+        FastshardError: ``FS209`` for settings that affect values and are not stated, ``FS211`` for
             invalid ones.
     """
     kind = str(config.get("rope_type") or "default").lower()
@@ -68,7 +68,7 @@ def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list
 def list_blocks(
     config: Mapping[str, Any], experts: Experts | None, evidence: Evidence, grouped: bool
 ) -> tuple[Block, ...]:
-    """Return the kinds of layers: those with a window, from the first on, and those without.
+    """Return the kinds of layers: those with a window, starting with the first layer, and those without.
 
     Raises:
         FastshardError: ``FS209`` for a window that is not stated, ``FS211`` for an invalid one.
@@ -85,7 +85,7 @@ def list_blocks(
 
 
 def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
-    """List what a yml computes and no other framework does."""
+    """List features of a yml that no other framework computes."""
     return [
         Lack(key, shown(expected), shown(got))
         for key, (expected, default) in _FIXED.items()
@@ -94,12 +94,12 @@ def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
 
 
 def list_lacks(model: Model) -> list[Lack]:
-    """List what a model has and MaxText's block lacks, besides what its kind says."""
+    """List features of a model that MaxText's block lacks, besides those that its kind covers."""
     return maxtext_latent.write_yarn(model)[1] if model.rope.kind == "yarn" else []
 
 
 def write(model: Model) -> dict[str, Any]:
-    """Return the keys of a yml for window and rotary embedding of a model that :func:`list_lacks` passes."""
+    """Return the yml keys for window and rotary embedding of a model that passes :func:`list_lacks`."""
     if model.rope.kind == "yarn":
         rope = maxtext_latent.write_yarn(model)[0]
     else:

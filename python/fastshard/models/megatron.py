@@ -1,4 +1,4 @@
-"""Megatron-LM's terms for models: the arguments that a checkpoint carries.
+"""Megatron-LM's terms for models: the arguments in a checkpoint.
 
 source: Megatron-LM megatron/training/arguments.py and checkpointing.py (`check_checkpoint_args`),
 megatron/core/transformer/transformer_config.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py
@@ -55,15 +55,15 @@ from .model import (
 )
 from .unsupported import Says
 
-#: What `--use-rope-scaling` computes besides its factor.
+#: The fixed settings of `--use-rope-scaling`, besides its factor.
 #: source: megatron/core/models/common/embeddings/rotary_pos_embedding.py (`_apply_scaling`)
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-#: Arguments that change what is computed and neither names nor shapes, with the values besides None that do
-#: not.
+#: Arguments that change the computation but neither names nor shapes, with the values besides None that do
+#: not change it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (1,),
     "no_rope_freq": (False,),
@@ -123,7 +123,7 @@ _WORDS = {
     "indexed": VARIANT,
     "further_layers": "mtp_num_layers",
 }
-#: Settings of the model by their names in :func:`.read_settings`, as arguments.
+#: Arguments for the settings that :func:`.read_settings` returns.
 OF_CONFIG = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -138,7 +138,7 @@ OF_CONFIG = {
     "experts": "num_experts",
     "best_experts": "moe_router_topk",
 }
-#: What a mixture of experts and attention over a latent hang on besides.
+#: Other arguments that determine the experts and multi-latent attention.
 _OF_EXPERTS = (
     "mtp_num_layers",
     "moe_layer_freq",
@@ -165,9 +165,9 @@ _OF_LATENT = (
     "mscale",
     "mscale_all_dim",
 )
-#: The argument of a model whose head is not tied.
+#: The argument that states that the head is not tied.
 UNTIED = "untie_embeddings_and_output_weights"
-#: Arguments that are settings of the model, and not of how it is run.
+#: Arguments that are settings of the model, not of the run.
 SETTINGS = frozenset(
     {
         *OF_CONFIG.values(),
@@ -195,7 +195,7 @@ SETTINGS = frozenset(
 )
 _NONE = (False, False, False, False)
 _ATTENTION_BIASES = (_NONE, (True, False, False, False))
-#: A model as the tables of its layouts have it.
+#: The models that the layout tables describe.
 LLAMA = Says(
     kind="Llama",
     activations=("silu",),
@@ -208,7 +208,7 @@ LLAMA = Says(
     biases=(*_ATTENTION_BIASES, (True, True, True, True)),
     qk_norm=(False, True),
 )
-#: A mixture of experts in every layer; experts have no biases.
+#: An MoE model with experts in every layer; experts have no biases.
 MIXTRAL = replace(
     LLAMA,
     kind="Mixtral",
@@ -220,7 +220,7 @@ MIXTRAL = replace(
     shared_gate=(False, True),
     dense_layers="any",
 )
-#: The same with biases everywhere, sinks, and an activation of its own.
+#: MIXTRAL with biases everywhere, sinks, and gpt-oss's activation.
 GPT_OSS = replace(
     MIXTRAL,
     kind="gpt-oss",
@@ -236,7 +236,7 @@ GPT_OSS = replace(
     shared_gate=(False,),
     dense_layers="none",
 )
-#: The same with gated delta nets in some layers, and a gate on what heads give in the others.
+#: MIXTRAL with gated delta nets in some layers, and an output gate on the heads in the others.
 QWEN3_NEXT = replace(
     MIXTRAL,
     kind="Qwen3-Next",
@@ -247,7 +247,7 @@ QWEN3_NEXT = replace(
     output_gate=(True,),
     further_layers=True,
 )
-#: The same with an MLP in every layer.
+#: QWEN3_NEXT with an MLP in every layer.
 QWEN3_5 = replace(
     LLAMA,
     kind="Qwen3.5",
@@ -258,7 +258,7 @@ QWEN3_5 = replace(
     output_gate=(True,),
     further_layers=True,
 )
-#: A mixture with attention over a latent. Only softmax has weights that do not add up to 1.
+#: An MoE model with multi-latent attention. Only softmax scores have weights that do not add up to 1.
 #: source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
 DEEPSEEK = replace(
     MIXTRAL,
@@ -280,7 +280,7 @@ DEEPSEEK = replace(
     shared_gate=(False,),
     further_layers=True,
 )
-#: The same mixture with heads.
+#: DEEPSEEK with heads instead of latents.
 GLM = replace(
     DEEPSEEK,
     kind="GLM-4.5",
@@ -298,12 +298,12 @@ GLM = replace(
 class Megatron:
     """The dialect of Megatron-LM."""
 
-    #: transformers' class that ``--config`` names.
+    #: The transformers class that ``--config`` names.
     required_class: str | None = None
     name: str = "Megatron-LM"
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model of a checkpoint's arguments.
+        """Return the model that a checkpoint's arguments describe.
 
         Raises:
             FastshardError: ``FS211`` for an invalid value.
@@ -383,7 +383,8 @@ class Megatron:
         return replace(model, others=(*model.others, *list_lacks_of_mixture(model), *contradictions))
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
-        """Return arguments that describe the model, and the assumptions; those of the run are left out.
+        """Return arguments that describe the model, and the assumptions made. Arguments of the run are
+        omitted.
 
         Args:
             model: the model.
@@ -391,7 +392,7 @@ class Megatron:
             file: the arguments' name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for a model that Megatron-LM does not compute, ``FS209`` for a setting
+            FastshardError: ``FS514`` for a model that Megatron-LM cannot compute, ``FS209`` for a setting
                 that affects values and is not stated.
         """
         refuse(model)
@@ -442,9 +443,9 @@ class Megatron:
 
 
 def _note_order_of_indexer(file: str) -> Finding:
-    """Build the note about versions of Megatron-LM whose indexer computes otherwise.
+    """Build the note about Megatron-LM versions whose indexer computes a different result.
 
-    source: NVIDIA/Megatron-LM issue 2998; with 0.16.1 the logits of the tests' model differ by 2.
+    source: NVIDIA/Megatron-LM issue 2998; with 0.16.1, the logits of the test model differ by 2.
     """
     return Finding.of(
         codes.NOT_PROVABLE,
@@ -457,7 +458,7 @@ def _note_order_of_indexer(file: str) -> Finding:
 
 
 def _write_heads(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of attention whose heads have keys and values of their own, or share them."""
+    """Return the arguments of attention whose heads have separate or shared keys and values."""
     out: dict[str, Any] = {
         "num_attention_heads": axes["g"] * axes["r"],
         "group_query_attention": axes["r"] > 1,
@@ -474,7 +475,7 @@ def _write_heads(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def refuse(model: Model) -> None:
-    """Refuse a model that none of Megatron-LM's tables computes.
+    """Refuse a model that none of Megatron-LM's tables describes.
 
     Raises:
         FastshardError: ``FS514``, one finding for each reason.
@@ -510,7 +511,7 @@ def facts_of(model: Model) -> dict[str, bool]:
 
 
 def _name_activation(args: Mapping[str, Any], gated: bool | None) -> str:
-    """Return the activation by transformers' name. Of a plain MLP no layout here has a place for it."""
+    """Return the activation by transformers' name. The layouts have no place for a plain MLP's activation."""
     if args.get("quick_geglu"):
         return megatron_heads.CLAMPED_SWIGLU
     return "silu" if gated else "gelu"
@@ -521,7 +522,7 @@ def _positions(args: Mapping[str, Any]) -> str:
     return "rotary" if kind in ("rope", "yarn") else str(kind)
 
 
-#: Of these, what the table of models with gated delta nets describes.
+#: The arguments among these that the table for gated delta nets describes.
 _OF_DELTA_TABLE = frozenset(
     {
         "apply_layernorm_1p",
@@ -533,7 +534,7 @@ _OF_DELTA_TABLE = frozenset(
 
 
 def is_delta(args: Mapping[str, Any]) -> bool:
-    """Return True for arguments of gated delta nets, and of attention with their output gate."""
+    """Return True for arguments of gated delta nets, and of attention with an output gate."""
     return args.get(VARIANT) == DELTA_NET or bool(args.get("attention_output_gate"))
 
 

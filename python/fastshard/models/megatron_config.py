@@ -1,4 +1,4 @@
-"""Settings that a ``--config`` states for a checkpoint of Megatron-LM."""
+"""Settings that a ``--config`` states for a Megatron-LM checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _POSITIONS = "max_position_embeddings"
 
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
-    """Read the settings that a config states, as arguments, and those that no argument states.
+    """Read the settings that a config states, as arguments, and those for which there is no argument.
 
     Args:
-        config: arguments of Megatron-LM by their names, or a config.json.
+        config: arguments of Megatron-LM by name, or a config.json.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -99,7 +99,9 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def _read_windowed_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers have a window, as the argument: every second one if no list says so."""
+    """Read which layers have a window, as the argument's value: every second layer unless a list states
+    otherwise.
+    """
     layers, kinds = _count_layers(settings), settings.get("layer_types")
     if isinstance(kinds, list):
         return {megatron_heads.SKIPPED: [int(kind == "sliding_attention") for kind in kinds]}
@@ -109,7 +111,7 @@ def _read_windowed_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_layers(settings: Mapping[str, Any]) -> int | None:
-    """Return the number of layers that a config states; None for one that no list of layers can have."""
+    """Return the number of layers that a config states; None for a number too large for a list of layers."""
     layers = settings.get("num_hidden_layers")
     return layers if isinstance(layers, int) and layers <= MOST_LAYERS else None
 
@@ -119,7 +121,7 @@ def _read_config_of_delta(config: Mapping[str, Any], settings: Mapping[str, Any]
 
     Args:
         config: the content of the file.
-        settings: what :func:`.read_settings` found in it.
+        settings: the settings that :func:`.read_settings` found in it.
     """
     found = {key: config[key] for key in (*OF_DELTA.values(), DELTA_VALUES) if config.get(key) is not None}
     layers, types = _count_layers(settings), config.get("layer_types")
@@ -132,11 +134,11 @@ def _read_config_of_delta(config: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of a mixture of experts that its config.json states, as arguments.
+    """Read the expert settings that a config.json states, as arguments.
 
     Args:
         config: the content of the file.
-        settings: what :func:`.read_settings` found in it.
+        settings: the settings that :func:`.read_settings` found in it.
     """
     found: dict[str, Any] = {}
     if (shared := config.get("shared_expert_intermediate_size")) is not None:
@@ -151,7 +153,7 @@ def _read_config_of_experts(config: Mapping[str, Any], settings: Mapping[str, An
     return found
 
 
-#: Settings of a DeepSeek by their names in config.json, as arguments.
+#: Arguments for DeepSeek settings, by their config.json keys.
 _OF_DEEPSEEK = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -160,7 +162,7 @@ _OF_DEEPSEEK = {
     "v_head_dim": "v_head_dim",
     "routed_scaling_factor": "moe_router_topk_scaling_factor",
 }
-#: What Megatron-LM computes of such a model, by the keys of config.json.
+#: Values of config.json keys that Megatron-LM supports for such a model.
 _FIXED_OF_DEEPSEEK: dict[str, Any] = {
     "norm_topk_prob": True,
     "rope_interleave": True,
@@ -173,13 +175,13 @@ _FIXED_OF_DEEPSEEK: dict[str, Any] = {
 def _read_config_of_latent(
     config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Lack]]:
-    """Read the settings of a model with attention over a latent that its config.json states, as arguments.
+    """Read the settings of multi-latent attention that a config.json states, as arguments.
 
-    Returns the settings, and what no argument states.
+    Returns the settings, and those for which there is no argument.
 
     Args:
         config: the content of the file.
-        settings: what :func:`.read_settings` found in it.
+        settings: the settings that :func:`.read_settings` found in it.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.

@@ -1,4 +1,4 @@
-"""Megatron-LM's terms for attention of heads: windows, sinks and YaRN; and for the activation of gpt-oss.
+"""Megatron-LM's terms for attention with heads (windows, sinks and YaRN) and for gpt-oss's activation.
 
 source: Megatron-LM megatron/core/transformer/{transformer_config,utils,dot_product_attention,mlp}.py,
 megatron/core/models/gpt/gpt_model.py, megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py,
@@ -17,31 +17,31 @@ from .config_fields import refused
 from .megatron_sizes import LABEL, MOST_LAYERS, read_flag, read_real, size
 from .model import Lack, Model, Rope
 
-#: Arguments of YaRN, by transformers' keys, and Megatron's defaults.
+#: YaRN arguments by transformers' keys, with Megatron's defaults.
 YARN: dict[str, tuple[str, float]] = {
     "factor": ("rotary_scaling_factor", 1.0),
     "original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
     "beta_fast": ("yarn_beta_fast", 32.0),
     "beta_slow": ("yarn_beta_slow", 1.0),
 }
-#: Arguments of YaRN besides these.
+#: Other YaRN arguments.
 ROUNDED, MSCALES = "yarn_correction_range_round_to_int", ("mscale", "mscale_all_dim")
-#: transformers' name of an MLP whose gate is ``x * sigmoid(1.702 x)`` below 7, and whose other factor is from
-#: -7 to 7, plus 1. source: transformers models/gpt_oss (GptOssExperts)
+#: transformers' name of an MLP whose gate is ``x * sigmoid(1.702 x)``, with x clamped to at most 7, and whose
+#: other factor is clamped to -7 to 7, plus 1. source: transformers models/gpt_oss (GptOssExperts)
 CLAMPED_SWIGLU = "clamped_swiglu"
-#: The same as arguments. source: megatron/core/fusions/fused_bias_geglu.py (quick_gelu)
+#: The same activation as arguments. source: megatron/core/fusions/fused_bias_geglu.py (quick_gelu)
 CLAMPED = {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
-#: The argument for one more score of each head in its softmax, and its value for one that is trained.
+#: The argument for an additional score per head in its softmax, and the value for a trained one.
 SOFTMAX, LEARNABLE = "softmax_type", "learnable"
-#: The argument for the layers that have a window.
+#: The argument that states which layers have a window.
 SKIPPED = "window_attn_skip_freq"
 
 
 def read_windows(args: Mapping[str, Any]) -> tuple[int | None, list[int], list[Lack]]:
-    """Return the number of positions that attention sees, the layers that see all, and what is not supported.
+    """Return the window in positions, the layers that see all positions, and the unsupported settings.
 
-    The token itself counts. The argument has the positions to the left without the token, and those to the
-    right; -1 is all of them. None is returned for all positions in every layer.
+    The window includes the token itself. The argument states the numbers of positions to the left, without
+    the token, and to the right; -1 means all. The result is None if every layer sees all positions.
 
     Raises:
         FastshardError: ``FS211`` if it is not a pair of integers.
@@ -67,7 +67,7 @@ def read_windows(args: Mapping[str, Any]) -> tuple[int | None, list[int], list[L
 
 
 def _list_full_layers(args: Mapping[str, Any]) -> list[int] | None:
-    """List the layers that see all positions although there is a window; None for a pattern that is none.
+    """List the layers that see all positions although there is a window; None for an invalid pattern.
 
     source: megatron/core/transformer/utils.py (is_layer_window_attention)
     """
@@ -84,7 +84,7 @@ def _list_full_layers(args: Mapping[str, Any]) -> list[int] | None:
 
 
 def write_windows(model: Model, layers: int) -> dict[str, Any]:
-    """Return the arguments of a model's windows; none for a model without them."""
+    """Return the arguments for a model's windows; none for a model without windows."""
     if model.window is None:
         return {}
     # Positions to the left besides the token itself, and to the right.
@@ -94,9 +94,9 @@ def write_windows(model: Model, layers: int) -> dict[str, Any]:
 
 
 def read_yarn(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
-    """Return the rotary embedding of heads that YaRN scales, and what no other framework has of it.
+    """Return the rotary embedding of heads with YaRN, and its features that no other framework supports.
 
-    :func:`find_unstated_of_yarn` finds the arguments whose defaults this takes.
+    Unstated arguments take the defaults that :func:`find_unstated_of_yarn` reports.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -121,7 +121,7 @@ def read_yarn(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
 
 
 def find_unstated_of_yarn(args: Mapping[str, Any]) -> str | None:
-    """Find the first argument of YaRN that is not stated, and whose default changes the rotations."""
+    """Find the first YaRN argument that is not stated and whose default changes the rotations."""
     return next((argument for argument, _ in YARN.values() if args.get(argument) is None), None)
 
 
@@ -135,7 +135,7 @@ def _scale(factor: float, mscale: float) -> float:
 
 
 def write_yarn(rope: Rope, max_positions: int | None) -> dict[str, Any]:
-    """Return the arguments of YaRN for an embedding that :func:`list_lacks_of_yarn` passes.
+    """Return the YaRN arguments for an embedding that :func:`list_lacks_of_yarn` accepts.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -159,14 +159,14 @@ def write_yarn(rope: Rope, max_positions: int | None) -> dict[str, Any]:
 
 
 def _find_mscale(factor: float, scale: float) -> float:
-    """Return the number by which the scale of attention is that which is stated."""
+    """Return the number for which YaRN gives the stated scale of attention."""
     if factor <= 1 or math.isclose(scale, _scale(factor, 1.0), rel_tol=1e-12):
         return 1.0
     return (scale - 1.0) / (0.1 * math.log(factor))
 
 
 def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
-    """List what the YaRN of a model with heads has and Megatron-LM's lacks.
+    """List YaRN features of a model with heads that Megatron-LM's YaRN lacks.
 
     source: transformers modeling_rope_utils.py (_compute_yarn_parameters)
     """
@@ -197,7 +197,9 @@ def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
 
 
 def list_lacks_of_activation(args: Mapping[str, Any]) -> list[Lack]:
-    """List what an MLP with a quick GELU has otherwise than that of gpt-oss, the only one known elsewhere."""
+    """List differences between an MLP with quick GELU and that of gpt-oss, the only one that other frameworks
+    support.
+    """
     if not args.get("quick_geglu"):
         return []
     return [
@@ -214,6 +216,6 @@ def is_gated(args: Mapping[str, Any]) -> bool | None:
 
 
 def list_described(args: Mapping[str, Any]) -> frozenset[str]:
-    """Return the arguments of these that a model's description has words for."""
+    """Return the arguments of this module that a model's description covers."""
     of_activation = frozenset(CLAMPED) if args.get("quick_geglu") else frozenset[str]()
     return of_activation | ({SOFTMAX} if args.get(SOFTMAX) == LEARNABLE else frozenset())

@@ -1,4 +1,4 @@
-"""Megatron-LM's terms for mixtures of experts, attention over a latent and gated delta nets.
+"""Megatron-LM's terms for MoE models, multi-latent attention and gated delta nets.
 
 source: Megatron-LM megatron/core/transformer/transformer_config.py,
 megatron/core/transformer/moe/{moe_layer,router,experts}.py
@@ -38,10 +38,11 @@ from .model import (
     take_delta_net,
 )
 
-#: Of each group as many experts count as these are together, and transformers counts two.
+#: Experts that count for a group's score. Megatron-LM counts as many as are chosen per group; transformers
+#: counts two.
 #: source: group_limited_topk there; transformers models/deepseek_v3 (DeepseekV3TopkRouter)
 _BEST_IN_GROUP = 2
-#: What YaRN hangs on, by transformers' keys: Megatron's arguments and the value where config.json has none.
+#: YaRN settings by transformers' keys: Megatron's arguments, and the values if config.json omits the keys.
 YARN: dict[str, tuple[str, float | None]] = {
     "factor": ("rotary_scaling_factor", None),
     "original_max_position_embeddings": ("original_max_position_embeddings", None),
@@ -50,8 +51,8 @@ YARN: dict[str, tuple[str, float | None]] = {
 }
 
 
-#: What transformers' indexer computes, by Megatron's arguments: their values, that which is written first.
-#: Files of versions that rotate the last part of each head do not state the first argument.
+#: Megatron arguments with the values that transformers' indexer computes; the first value is the one that is
+#: written. Files of versions that rotate the last part of each head do not state the first argument.
 #: source: transformers models/deepseek_v32; Megatron-LM dsa.py (_apply_rope)
 _FIXED_OF_INDEXER: dict[str, tuple[Any, ...]] = {
     "dsa_indexer_rope_interleaved": (False,),
@@ -63,16 +64,16 @@ _FIXED_OF_INDEXER: dict[str, tuple[Any, ...]] = {
 
 
 def read_indexed(args: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens that an indexer chooses for each; None without an indexer.
+    """Return how many tokens an indexer chooses for each token; None without an indexer.
 
     Raises:
-        FastshardError: ``FS211`` for a number that is not one.
+        FastshardError: ``FS211`` for an invalid number.
     """
     return (size(args, OF_INDEXER["index_topk"]) or 0) if is_indexed(args) else None
 
 
 def list_lacks_of_indexer(args: Mapping[str, Any]) -> list[Lack]:
-    """List what an indexer computes otherwise than that of transformers."""
+    """List differences between an indexer and that of transformers."""
     if not is_indexed(args):
         return []
     found = [
@@ -102,9 +103,9 @@ def write_delta(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of attention over a latent.
+    """Return the arguments of multi-latent attention.
 
-    Without YaRN the factor of its scaling is 1: it counts for the softmax all the same.
+    Without YaRN, its scaling factor is written as 1, because the softmax uses the factor in any case.
     source: megatron/core/transformer/multi_latent_attention.py (softmax_scale)
     """
     out: dict[str, Any] = {
@@ -149,9 +150,9 @@ def write_latent(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts.
+    """Return the expert arguments.
 
-    A list says which layers have experts, even if all have them, where layers are numbered and not stacked.
+    If layers are numbered and not stacked, a list states which layers have experts, even if all have them.
     """
     layers = axes.get("L in main", axes["L"])
     dense = [layer for layer in model.dense_layers if layer < layers]
@@ -177,7 +178,9 @@ def write_experts(model: Model, experts: Experts, axes: Mapping[str, int]) -> di
 
 
 def find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> list[Lack]:
-    """Find what the arguments deny and the tensors show, and sizes that transformers cannot state."""
+    """Find features that the tensors show although the arguments deny them, and sizes that transformers
+    cannot state.
+    """
     found = []
     if facts.get("router_correction") and args.get("moe_router_enable_expert_bias") is False:
         found.append(Lack("moe_router_enable_expert_bias", "True: the files have a bias of experts", "False"))
@@ -200,7 +203,7 @@ def find_contradictions(args: Mapping[str, Any], facts: Mapping[str, bool]) -> l
 
 
 def list_lacks_of_mixture(model: Model) -> list[Lack]:
-    """List what transformers and Megatron-LM compute each in its own way."""
+    """List MoE features that transformers and Megatron-LM compute differently."""
     experts, lacking = model.experts, []
     if experts is not None and experts.groups > 1 and experts.best // experts.best_groups != _BEST_IN_GROUP:
         got = f"{experts.best} of {experts.best_groups} groups"
@@ -216,7 +219,8 @@ def list_lacks_of_mixture(model: Model) -> list[Lack]:
 
 
 def list_lacks_of_further_layers(model: Model) -> list[Lack]:
-    """List why Megatron-LM cannot build the layers that predict further tokens: they are as its last layer.
+    """List reasons why Megatron-LM cannot build the MTP layers, which have the same structure as its last
+    layer.
 
     source: megatron/core/models/gpt/gpt_layer_specs.py (get_gpt_mtp_block_spec)
     """
@@ -228,7 +232,7 @@ def list_lacks_of_further_layers(model: Model) -> list[Lack]:
 
 
 def _find_last_kind(model: Model) -> str | None:
-    """Return what the decoder's last layer has in place of attention or experts; None if it has both."""
+    """Return what the decoder's last layer has instead of attention or experts; None if it has both."""
     count = max((layer for block in model.blocks for layer in block.layers or ()), default=-1) + 1
     last = count - model.further_layers - 1
     if last in model.delta_layers:
@@ -237,7 +241,7 @@ def _find_last_kind(model: Model) -> str | None:
 
 
 def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
-    """List what a scaled rotary embedding of a latent has and Megatron-LM's lacks.
+    """List features of a scaled rotary embedding for multi-latent attention that Megatron-LM lacks.
 
     source: megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py; transformers
     modeling_rope_utils.py (_compute_yarn_parameters)
@@ -262,10 +266,10 @@ def list_lacks_of_yarn(rope: Rope) -> list[Lack]:
 
 
 def _normalised(args: Mapping[str, Any]) -> bool:
-    """Return True if the weights of the best k experts are normalised.
+    """Return True if the weights of the top k experts are normalised.
 
-    Megatron's softmax over the best k alone gives the same as a softmax over all that is normalised
-    afterwards. With moe_router_pre_softmax nothing is normalised.
+    Megatron's softmax over the top k alone equals a softmax over all experts that is normalised afterwards.
+    With moe_router_pre_softmax, nothing is normalised.
 
     source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
     """
@@ -273,7 +277,7 @@ def _normalised(args: Mapping[str, Any]) -> bool:
 
 
 def read_experts(args: Mapping[str, Any], best: int) -> Experts:
-    """Return the mixture of experts that the arguments state.
+    """Return the expert settings that the arguments state.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -294,7 +298,9 @@ def read_experts(args: Mapping[str, Any], best: int) -> Experts:
 
 
 def list_blocks(args: Mapping[str, Any], block: Block) -> tuple[Block, ...]:
-    """Return the kinds of layers: the block, and that without experts where the arguments say so."""
+    """Return the kinds of layers: the given block, and the same without experts if the arguments state such
+    layers.
+    """
     layers = size(args, "num_layers") or 0
     dense = (list_layers(args) or ([], []))[1] if block.experts else []
     blocks = change_layers([block], dense, layers, drop_experts)
@@ -302,23 +308,24 @@ def list_blocks(args: Mapping[str, Any], block: Block) -> tuple[Block, ...]:
 
 
 def is_mixed(model: Model) -> bool:
-    """Return True for a model whose layers are numbered, as they may differ."""
+    """Return True for a model whose layers are numbered because they may differ."""
     shared = model.experts is not None and model.experts.shared
     return is_latent(model) or shared or bool(model.dense_layers) or has_delta_table(model)
 
 
 def has_delta_table(model: Model) -> bool:
-    """Return True for gated delta nets, and for attention with their output gate."""
+    """Return True for gated delta nets, and for attention with an output gate."""
     return bool(model.delta_layers) or model.attention.output_gate
 
 
 def is_latent(model: Model) -> bool:
-    """Return True for attention over a latent."""
+    """Return True for multi-latent attention."""
     return model.attention.kind == "latent"
 
 
 def read_rope_of_latent(args: Mapping[str, Any], rope: Rope) -> tuple[Rope, list[Lack]]:
-    """Return the rotary embedding of attention over a latent, and what no other framework has of it.
+    """Return the rotary embedding of multi-latent attention, and its features that no other framework
+    supports.
 
     source: megatron/core/transformer/multi_latent_attention.py, transformer_config.py (MLATransformerConfig)
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM's arguments state of sizes and layers."""
+"""Sizes and layers that Megatron-LM's arguments state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from . import config_fields
 from .config_fields import refused
 
-#: Tables of models whose layers differ: with heads or latents, and with gated delta nets in some layers.
+#: Tables of models whose layers differ: with heads or multi-latent attention, and with gated delta nets in
+#: some layers.
 MIXED_TABLE, DELTA_TABLE = "megatron.mixed", "megatron.delta"
 MIXED_TABLES = (MIXED_TABLE, DELTA_TABLE)
 
 LABEL = "args."
-#: Sizes of gated delta nets, by the axes of their table. source: transformer_config.py
+#: Arguments for the sizes of gated delta nets, by the axes of their table. source: transformer_config.py
 OF_DELTA = {
     "k": "linear_num_key_heads",
     "kd": "linear_key_head_dim",
@@ -21,10 +22,10 @@ OF_DELTA = {
     "C": "linear_conv_kernel_dim",
 }
 DELTA_VALUES = "linear_num_value_heads"
-#: The argument for other kinds of attention; its words for layers with gated delta nets, and for attention
-#: to the tokens that an indexer chooses.
+#: The argument for other kinds of attention, and two of its values: for layers with gated delta nets, and for
+#: attention to the tokens that an indexer chooses.
 VARIANT, DELTA_NET, INDEXED = "experimental_attention_variant", "gated_delta_net", "dsa"
-#: Settings of an indexer by their names in config.json, as arguments.
+#: Arguments for an indexer's settings, by their config.json keys.
 #: source: Megatron-LM transformer_config.py (dsa_indexer_*)
 OF_INDEXER = {
     "index_n_heads": "dsa_indexer_n_heads",
@@ -43,12 +44,12 @@ def size(args: Mapping[str, Any], key: str) -> int | None:
 
 
 def is_indexed(args: Mapping[str, Any]) -> bool:
-    """Return True for attention over a latent whose indexer chooses the tokens that it sees."""
+    """Return True for multi-latent attention whose indexer chooses the tokens that it sees."""
     return args.get(VARIANT) == INDEXED and bool(args.get("multi_latent_attention"))
 
 
 def count_further_layers(args: Mapping[str, Any]) -> int:
-    """Count the layers that predict further tokens.
+    """Count the MTP layers.
 
     Raises:
         FastshardError: ``FS211`` if the argument is not a number of layers.
@@ -56,18 +57,18 @@ def count_further_layers(args: Mapping[str, Any]) -> int:
     return size(args, "mtp_num_layers") or 0 if args.get("mtp_num_layers") else 0
 
 
-#: No model has more layers: a number beyond is not counted through.
+#: Maximum number of layers; larger numbers are not enumerated.
 MOST_LAYERS = 1 << 18
 
 
 def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-    """List the layers of a mixture that have experts, and those that have none.
+    """List the layers with experts and the layers without experts of an MoE model.
 
-    None if the arguments state no pattern of all layers.
+    None if the arguments do not state a pattern for all layers.
     source: megatron/core/models/gpt/gpt_layer_specs.py (get_gpt_decoder_layer_specs)
 
     Raises:
-        FastshardError: ``FS211`` for a number of layers that is not one.
+        FastshardError: ``FS211`` for an invalid number of layers.
     """
     layers, every = size(args, "num_layers"), args.get("moe_layer_freq")
     every = 1 if every is None else every
@@ -83,13 +84,13 @@ def list_layers(args: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
 
 
 def list_delta_layers(args: Mapping[str, Any]) -> list[int]:
-    """List the layers with gated delta nets; none if the arguments state no pattern of all layers.
+    """List the layers with gated delta nets; none if the arguments do not state a pattern for all layers.
 
     source: megatron/core/models/gpt/experimental_attention_variant_module_specs.py
     (get_linear_attention_pattern)
 
     Raises:
-        FastshardError: ``FS211`` for a number of layers that is not one.
+        FastshardError: ``FS211`` for an invalid number of layers.
     """
     layers, every = size(args, "num_layers"), args.get("linear_attention_freq")
     if args.get("experimental_attention_variant") != DELTA_NET or layers is None or layers > MOST_LAYERS:
@@ -102,7 +103,7 @@ def list_delta_layers(args: Mapping[str, Any]) -> list[int]:
 
 
 def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
-    """Return the extents of the axes of the table for layers that differ, as far as the arguments state them.
+    """Return the extents of the axes in the table for layers that differ, where the arguments state them.
 
     Raises:
         FastshardError: ``FS211`` for a value that is not a size.
@@ -136,7 +137,7 @@ def axes_of_mixed(args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _axes_of_indexer(args: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return the extents of an indexer: heads, pairs of each that are rotated, and what of each is not."""
+    """Return the extents of an indexer: heads, rotated pairs per head, and the unrotated part of a head."""
     whole, rotated = size(args, OF_INDEXER["index_head_dim"]), size(args, "qk_pos_emb_head_dim")
     heads = size(args, OF_INDEXER["index_n_heads"])
     if whole is None or rotated is None:
@@ -148,10 +149,10 @@ def _axes_of_indexer(args: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _divide(heads: int | None, groups: int | None, key: str) -> int | None:
-    """Return the number of heads in each group; None if one of the numbers is not stated.
+    """Return the number of heads in each group; None if either number is not stated.
 
     Raises:
-        FastshardError: ``FS211`` if the groups differ.
+        FastshardError: ``FS211`` if the groups have different sizes.
     """
     if heads is None or groups is None:
         return None
@@ -161,7 +162,7 @@ def _divide(heads: int | None, groups: int | None, key: str) -> int | None:
 
 
 def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
-    """Return the extents of the tables' axes that the arguments state, to be checked against the tensors.
+    """Return the extents of table axes that the arguments state, to be compared with the tensors.
 
     Raises:
         FastshardError: ``FS211`` for a value that is not a size.
@@ -186,7 +187,7 @@ def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
 
 
 def read_real(args: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive number among the arguments, or the default if it is not stated.
+    """Return a positive number from the arguments, or the default if it is not stated.
 
     Raises:
         FastshardError: ``FS211`` for another value.
@@ -200,7 +201,7 @@ def read_real(args: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_flag(args: Mapping[str, Any], key: str) -> bool:
-    """Return a truth among the arguments; False if it is not stated.
+    """Return a boolean from the arguments; False if it is not stated.
 
     Raises:
         FastshardError: ``FS211`` for another value.

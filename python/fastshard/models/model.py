@@ -1,4 +1,4 @@
-"""The neutral description of a model: what it computes, for any framework that trained or loads it."""
+"""The framework-neutral description of a model: what it computes, whichever framework trained or loads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..common.records import dataclass, field, replace
 from ..layouts import model_classes
 from ..layouts.declaration import Evidence, Source
 
-#: What transformers' norms of latents add, whatever a config says: they take their own default.
+#: eps of transformers' latent norms. They use their own default, whatever a config states.
 #: source: transformers models/deepseek_v3 (DeepseekV3Attention: q_a_layernorm, kv_a_layernorm)
 LATENT_EPS = 1e-6
 
@@ -20,7 +20,7 @@ LATENT_EPS = 1e-6
 class Lack:
     """A feature that a model has and a format lacks."""
 
-    #: By the name that the source has for it.
+    #: The source's name for the feature.
     what: str
     expected: str
     got: str
@@ -32,87 +32,87 @@ class Lack:
 class Rope:
     """A rotary embedding."""
 
-    #: None where nothing states it.
+    #: Base of the frequencies; None if it is not stated.
     base: float | None = None
-    #: The part of a head that is rotated.
+    #: The fraction of a head that is rotated.
     share: float = 1.0
-    #: ``default``, or the kind of its scaling, as transformers calls it.
+    #: ``default``, or the kind of scaling by transformers' name.
     kind: str = "default"
-    #: What the scaling hangs on, by transformers' keys.
+    #: Parameters of the scaling, by transformers' keys.
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts."""
+    """The experts and the router of an MoE layer."""
 
-    #: Experts that a token goes through.
+    #: Number of experts that process a token.
     best: int
-    #: The weights of these add up to 1.
+    #: True if the weights of the chosen experts add up to 1.
     normalised: bool = True
     #: How experts are scored: ``softmax`` or ``sigmoid``.
     scores: str = "softmax"
-    #: Each expert has a bias that is added to its score for the choice alone.
+    #: True if each expert has a bias that is added to its score only for the choice.
     correction: bool = False
-    #: The scores themselves have a bias.
+    #: True if the scores themselves include a bias.
     router_bias: bool = False
-    #: Groups of experts, and the number of groups among whose experts the best are chosen.
+    #: Number of expert groups, and number of groups from which the best experts are chosen.
     groups: int = 1
     best_groups: int = 1
-    #: The weights are multiplied by this.
+    #: Factor by which the weights are multiplied.
     scale: float = 1.0
-    #: Further experts that every token goes through.
+    #: True if there are also shared experts, which process every token.
     shared: bool = False
-    #: What these give is weighed for each token.
+    #: True if a gate weights the shared experts' output for each token.
     shared_gate: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How the tokens of a block see each other."""
+    """How the tokens of a block attend to each other."""
 
     #: One of ``model_classes.ATTENTIONS``.
     kind: str = "heads"
-    #: Positions that a token sees, itself among them; None for all before it.
+    #: Number of positions that a token sees, including itself; None for all previous ones.
     window: int | None = None
     qk_norm: bool = False
-    #: Several heads of queries share keys and values.
+    #: True if several query heads share keys and values.
     grouped: bool = False
-    #: Queries come from a latent, too.
+    #: True if queries come from a latent too.
     latent_queries: bool = False
-    #: A gate, computed together with the queries, scales the heads' output.
+    #: True if a gate, computed together with the queries, scales the heads' output.
     output_gate: bool = False
-    #: The softmax of each head counts a number of its own as one more score.
+    #: True if the softmax of each head counts a trained number as one more score.
     sinks: bool = False
-    #: The number of tokens that an indexer chooses for each; None without an indexer.
+    #: Number of tokens that an indexer chooses for each token; None without an indexer.
     indexed: int | None = None
 
 
 @dataclass(frozen=True)
 class Block:
-    """A kind of layers: attention, and an MLP or a mixture of experts."""
+    """A kind of layer: attention, and an MLP or experts."""
 
     attention: Attention = Attention()
-    #: None for an MLP.
+    #: The experts; None for an MLP.
     experts: Experts | None = None
-    #: Biases of queries, keys and values; of attention's output; of the MLP's first projections; of its
+    #: Biases of queries, keys and values; of the attention output; of the first MLP projections; of the MLP
     #: output.
     biases: tuple[bool, bool, bool, bool] = (False, False, False, False)
-    #: Its layers, ascending; None for all.
+    #: Its layers in ascending order; None for all.
     layers: tuple[int, ...] | None = None
 
 
 def change_layers(
     blocks: Iterable[Block], layers: Collection[int], count: int, change: Callable[[Block], Block]
 ) -> tuple[Block, ...]:
-    """Return the kinds of layers after a change of some layers.
+    """Return the kinds of layers after some layers have changed.
 
-    A kind that is left without layers stays: a config states its settings all the same.
+    A kind without remaining layers is kept, because a config still states its settings.
 
     Args:
         blocks: the kinds of layers.
-        layers: the layers to be changed; with none of them the kinds stay as they are.
-        count: the number of all layers.
+        layers: the layers to change; with an empty list, the kinds are unchanged.
+        count: the total number of layers.
         change: returns the changed kind.
     """
     if not layers:
@@ -127,82 +127,84 @@ def change_layers(
 
 
 def drop_experts(block: Block) -> Block:
-    """Return the block with an MLP in place of the experts."""
+    """Return the block with an MLP instead of experts."""
     return replace(block, experts=None)
 
 
 def take_window(window: int | None) -> Callable[[Block], Block]:
-    """Return the change that gives a block a window."""
+    """Return the change that adds a window to a block."""
     return lambda block: replace(block, attention=replace(block.attention, window=window))
 
 
 def take_delta_net(block: Block) -> Block:
-    """Return the block with a gated delta net in place of heads."""
+    """Return the block with a gated delta net instead of heads."""
     return replace(block, attention=Attention("delta"), biases=(False, False, *block.biases[2:]))
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by what it computes, without sizes: these come from the tensors."""
+    """A model described by what it computes, without sizes, which come from the tensors."""
 
-    #: Whose values were read.
+    #: The framework whose values were read.
     framework: str
-    #: The hub in which its tensors meet those of other layouts.
+    #: The common layout through which its tensors are converted.
     family: str
-    #: ``RMSNorm``, ``LayerNorm``, or another by its source's word.
+    #: ``RMSNorm``, ``LayerNorm``, or the source's name for another norm.
     norm: str = "RMSNorm"
     norm_bias: bool = False
     eps: float | None = None
-    #: eps is added to the root, not below it.
+    #: True if eps is added outside the root.
     eps_outside: bool = False
     gated: bool | None = True
-    #: As transformers names it; of a gated MLP what is applied to the gate.
+    #: The activation by transformers' name; for a gated MLP, the function applied to the gate.
     activation: str | None = "silu"
-    #: Attention and MLP see the same input; None where nothing states it.
+    #: True if attention and MLP see the same input; None if this is not stated.
     parallel: bool | None = False
-    #: How positions get in: ``rotary``, or another by its source's word.
+    #: The position encoding: ``rotary``, or the source's name for another one.
     positions: str = "rotary"
     rope: Rope = Rope()
-    #: The kinds of its layers.
+    #: The kinds of layers.
     blocks: tuple[Block, ...] = (Block(),)
-    #: Layers after the others that predict further tokens.
+    #: Number of MTP layers after the other layers.
     further_layers: int = 0
     tied: bool = False
     max_positions: int | None = None
     #: Ids of special tokens, by transformers' keys.
     tokens: Mapping[str, int] = field(default_factory=dict)
-    #: The class of transformers that is meant where several compute the same.
+    #: The transformers class to use if several classes compute the same.
     kin: str | None = None
-    #: The class of transformers that the user requires.
+    #: The transformers class that the user requires.
     required_class: str | None = None
-    #: What is computed besides, which no other framework has words for.
+    #: Other features for which no other framework has terms.
     others: tuple[Lack, ...] = ()
-    #: What the source calls its fields.
+    #: The source's names for the fields.
     words: Mapping[str, str] = field(default_factory=dict)
-    #: Fields that nothing states, and what that leaves open.
+    #: Fields that are not stated, each with a finding that explains the consequence.
     unknown: Mapping[str, Finding] = field(default_factory=dict)
-    #: Fields that nothing states and whose value is the source's own default: the source's key.
+    #: Fields that are not stated and have the source's default value, each with the source's key.
     assumed: Mapping[str, str] = field(default_factory=dict)
-    #: What is to be said of it wherever it is written; the file is that which is written.
+    #: Findings to report whenever the model is written; their file is the one written.
     remarks: tuple[Finding, ...] = ()
-    #: transformers' own config of it, if that is what was read.
+    #: transformers' config of the model, if that was read.
     config: Mapping[str, Any] | None = None
 
     @property
     def block(self) -> Block:
-        """The first kind of layers, but for gated delta nets."""
+        """The first kind of layers other than gated delta nets."""
         others = (block for block in self.blocks if block.attention.kind != "delta")
         return next(others, self.blocks[0])
 
     @property
     def window(self) -> int | None:
-        """The window of the first kind of layers that have one; None if no layer has."""
+        """The window of the first kind of layers with a window; None if no layer has one."""
         windows = (block.attention.window for block in self.blocks if block.layers != ())
         return next((window for window in windows if window is not None), None)
 
     @property
     def windowed_layers(self) -> tuple[int, ...] | None:
-        """The layers with a window, ascending, where others have none; None where all layers are alike."""
+        """The layers with a window in ascending order, if other layers have none; None if all layers are
+        alike.
+        """
         blocks = [block for block in self.blocks if block.layers != ()]
         if len({block.attention.window for block in blocks}) == 1:
             return None
@@ -211,22 +213,22 @@ class Model:
 
     @property
     def attention(self) -> Attention:
-        """The attention of that kind of layers."""
+        """The attention of :attr:`block`."""
         return self.block.attention
 
     @property
     def biases(self) -> tuple[bool, bool, bool, bool]:
-        """The biases of that kind of layers."""
+        """The biases of :attr:`block`."""
         return self.block.biases
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts of the first layers that have one; None if no layer has."""
+        """The experts of the first layers that have any; None if no layer has experts."""
         return next((block.experts for block in self.blocks if block.experts is not None), None)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """The layers without experts of a model in which others have them, ascending."""
+        """The layers without experts in ascending order, if other layers have experts."""
         if self.experts is None:
             return ()
         dense = (block.layers or () for block in self.blocks if block.experts is None)
@@ -234,16 +236,16 @@ class Model:
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
-        """The layers with gated delta nets, ascending."""
+        """The layers with gated delta nets, in ascending order."""
         delta = (block.layers or () for block in self.blocks if block.attention.kind == "delta")
         return tuple(sorted(layer for layers in delta for layer in layers))
 
     def word(self, name: str, default: str | None = None) -> str:
-        """Return the source's name of a field."""
+        """Return the source's name for a field."""
         return self.words.get(name, default or name)
 
     def list_assumptions(self, *fields: str, file: str) -> list[Finding]:
-        """List the assumptions about the fields that are written to a file, and the remarks."""
+        """List the assumptions about fields that are written to a file, and the remarks."""
         found = [
             Finding.of(
                 codes.DEFAULT_ASSUMED,
@@ -259,10 +261,10 @@ class Model:
         return found + [remark.replace(file=file) for remark in self.remarks]
 
     def settled(self, *fields: str) -> None:
-        """Require fields that affect values.
+        """Require that fields which affect values are stated.
 
         Raises:
-            FastshardError: ``FS209`` for those that are not stated.
+            FastshardError: ``FS209`` for fields that are not stated.
         """
         if open_ := [self.unknown[name] for name in fields if name in self.unknown]:
             raise error_for(open_)
@@ -274,7 +276,7 @@ class Model:
 
 
 def read_model(source: Source) -> Model:
-    """Return the model of a source, by its values and its tensors.
+    """Return the model of a source, from its values and its tensors.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value, ``FS514`` if the meaning of its values is
@@ -295,7 +297,7 @@ def read_model(source: Source) -> Model:
 
 
 def unstated(key: str, values: str, why: str = "which is not stated") -> Finding:
-    """Build the finding for a field on which the model depends and that is not stated."""
+    """Build the finding for a field that determines the model and is not stated."""
     return Finding.of(
         codes.FACT_UNKNOWN,
         f"the model depends on `{key}`, {why}",

@@ -1,5 +1,6 @@
-"""Settings that both a checkpoint and ``--config`` state: ``--config`` wins, and each difference is a
-note."""
+"""Settings that both a checkpoint and ``--config`` state: ``--config`` wins, and each difference is reported
+as a note.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .config_fields import count
 from .config_json import TEXT_PARTS
 from .huggingface import add_defaults, find_windows, rope_of
 
-#: Settings by one name each, and what config.json calls them; the first is its own name for most classes.
+#: Setting names, each with its names in config.json. The first one is what most classes use.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -42,7 +43,7 @@ def is_config_json(config: Mapping[str, Any]) -> bool:
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings that a config.json states, by one name each; defaults are left out.
+    """Read the settings that a config.json states, under one name each; defaults are omitted.
 
     Raises:
         FastshardError: ``FS211`` for an invalid rotary embedding or window.
@@ -90,7 +91,7 @@ def find_overridden_settings(
 
     Args:
         own: values that the checkpoint states.
-        override: values that ``--config`` states, by the same keys.
+        override: values that ``--config`` states, under the same keys.
         keys: keys that are settings of the model.
         file: the file of the checkpoint that states them.
         label: prefix of the keys in messages.
@@ -114,8 +115,8 @@ def find_overridden_settings(
 def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) -> list[Finding]:
     """Report that ``--config`` states more tokens than the checkpoint has rows for.
 
-    Fewer tokens are no contradiction: frameworks pad the vocabulary, and a base's config.json does not know
-    added tokens; ``--vocab-size`` drops rows.
+    Fewer tokens are not a contradiction: frameworks pad the vocabulary, a base model's config.json does not
+    count added tokens, and ``--vocab-size`` drops rows.
 
     Args:
         config: content of the config.json of ``--config``.
@@ -142,7 +143,7 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
 
 
 def find_overridden_config(own: Mapping[str, Any], override: Mapping[str, Any], file: str) -> list[Finding]:
-    """Note each setting in which two config.json files differ, part by part.
+    """Note each setting in which two config.json files differ, at every nesting level.
 
     Args:
         own: content of the checkpoint's config.json.
@@ -163,14 +164,14 @@ def find_overridden_config(own: Mapping[str, Any], override: Mapping[str, Any], 
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Return True for equal values: a pair may be a list or a tuple, and False is not zero."""
+    """Return True for equal values: a pair may be a list or a tuple, but False does not equal zero."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(is_equal, one, other))
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _short(value: Any) -> str:
-    """Format a value for a message, including a pair of numbers."""
+    """Format a value, such as a pair of numbers, for a message."""
     return str(list(value)) if isinstance(value, (list, tuple)) and len(value) <= 4 else shown(value)
 
 

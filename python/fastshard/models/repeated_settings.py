@@ -1,4 +1,6 @@
-"""Settings that config.json may state under two keys, and configs in which the two values differ."""
+"""Settings that config.json may state under two keys, and the check for configs in which the two values
+differ.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding
 
-#: Two keys of one setting -> the model types whose class reads both as one. Only settings that decide what is
-#: computed.
+#: Two keys of one setting -> the model types whose class treats both as one. Only settings that affect the
+#: computation.
 #: source: transformers 5.24 models/*/configuration_*.py (attribute_map)
 ALIASES: dict[tuple[str, str], str] = {
     ("activation_function", "hidden_act"): "exaone",
@@ -156,7 +158,7 @@ ALIASES: dict[tuple[str, str], str] = {
     ("sliding_window", "sliding_window_size"): "inkling2_loop_text inkling2_text inkling_text",
     ("tgt_vocab_size", "vocab_size"): "fsmt",
 }
-#: What GPT-2 calls its sizes. Classes without these names pass over them, and other readers do not.
+#: GPT-2's names for its sizes. Classes without these names ignore them, but other readers may not.
 _PASSED_OVER = (
     ("hidden_size", "n_embd"),
     ("n_layer", "num_hidden_layers"),
@@ -164,7 +166,7 @@ _PASSED_OVER = (
     ("max_position_embeddings", "n_positions"),
 )
 _ROPE = ("rope_parameters", "rope_scaling")
-#: Keys beside the tables of the rotary embedding that say what is in them, and the name there.
+#: Keys next to the rotary embedding's settings that repeat one of them, and the name in these settings.
 #: source: transformers modeling_rope_utils.py (convert_rope_params_to_dict)
 _BESIDE_ROPE = {
     "rope_theta": "rope_theta",
@@ -173,7 +175,7 @@ _BESIDE_ROPE = {
     "rotary_pct": "partial_rotary_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
-#: The same for tables by kinds of layers: the kind that the key is for.
+#: The same for settings by kind of layer: the kind to which the key applies.
 #: source: transformers models/{gemma3,modernbert,deepseek_v4}/configuration_*.py
 _BESIDE_KINDS = {
     "rope_theta": ("full_attention", "main"),
@@ -181,20 +183,19 @@ _BESIDE_KINDS = {
     "rope_local_base_freq": ("sliding_attention",),
     "local_rope_theta": ("sliding_attention",),
 }
-#: Kinds of scaling that have had two names, and one that says more than the other. source:
-#: modeling_rope_utils.py
+#: Kinds of scaling with two names, and a kind that includes another one. source: modeling_rope_utils.py
 _SAME_KINDS = {"su": "longrope", "mrope": "default"}
-#: Names of one dtype. source: torch
+#: Aliases of dtypes. source: torch
 _SAME_DTYPES = {"float": "float32", "half": "float16", "double": "float64"}
-#: Parts within parts of a config that are looked at.
+#: Maximum nesting depth of the examined parts of a config.
 _DEPTH = 4
 
-#: A key as messages name it, its value, and what the value is compared by.
+#: A key as named in messages, its value, and the value used for comparison.
 Statement = tuple[str, Any, Any]
 
 
 def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Find settings that one object of a config states under two keys, with different values.
+    """Find settings that one object of a config states under two keys with different values.
 
     Args:
         config: content of config.json.
@@ -225,7 +226,7 @@ def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding
 
 
 def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Find keys of a training config that occur with ``-`` and with ``_``, with different values.
+    """Find keys of a training config that occur with both ``-`` and ``_``, with different values.
 
     Args:
         config: the config as read.
@@ -247,7 +248,7 @@ def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Findin
 
 
 def _parts(part: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config and the configs of its parts, each with the prefix of its keys in messages."""
+    """Yield a config and the configs of its parts, each with the prefix for its keys in messages."""
     yield prefix, part
     for key, value in part.items() if depth else ():
         if isinstance(value, Mapping) and str(key).endswith("_config"):
@@ -255,7 +256,7 @@ def _parts(part: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[s
 
 
 def _settings(part: Mapping[str, Any], model_type: Any) -> Iterator[tuple[str, list[Statement]]]:
-    """Yield statements of one setting each, and the severity of a difference."""
+    """Yield the statements about each setting, and the severity of a difference."""
     yield (
         "error",
         [
@@ -274,7 +275,7 @@ def _settings(part: Mapping[str, Any], model_type: Any) -> Iterator[tuple[str, l
 
 
 def _rope(part: Mapping[str, Any]) -> Iterator[list[Statement]]:
-    """Yield the statements about the rotary embedding, setting by setting."""
+    """Yield the statements about each setting of the rotary embedding."""
     tables = {key: table for key in _ROPE if isinstance(table := part.get(key), Mapping)}
     settings: dict[str, list[Statement]] = {}
     for key, name in _BESIDE_ROPE.items():
@@ -300,11 +301,11 @@ def _plain(part: Mapping[str, Any], keys: tuple[str, str]) -> list[Statement]:
 
 
 def _is_single(value: Any) -> bool:
-    """Return True for a value that can be compared, which a list with one for each layer cannot be."""
+    """Return True for a value that can be compared; a list with one value per layer cannot."""
     return isinstance(value, (str, int, float))
 
 
 def _dtype(value: Any) -> str:
-    """Return the one name that stands for all names of a dtype."""
+    """Return the canonical name of a dtype."""
     name = str(value).removeprefix("torch.")
     return _SAME_DTYPES.get(name, name)

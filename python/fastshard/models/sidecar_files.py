@@ -16,41 +16,42 @@ from ..common.regex import compile_when_used
 from ..common.stored_places import is_stored
 from . import tokenizer
 
-#: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
+#: Companion files besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
 OTHERS = (
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-#: What must or should go along with weights that are passed on: the model card, the licence, notices.
+#: Files that must or should accompany weights that are passed on: model card, licence, notices.
 DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")
-#: Where trainers keep what they took from Hugging Face. source: verl
+#: Folders in which trainers store files from Hugging Face. source: verl
 #: utils/checkpoint/fsdp_checkpoint_manager.py, NeMo Automodel components/checkpoint/checkpointing.py
 _SUBFOLDERS = ("huggingface", ".hf_metadata")
-#: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
+#: Keys that state from where something was loaded. source: transformers configuration_utils.py,
+#: tokenization_utils_base.py
 _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
-#: The modules that sentence-transformers loads after each other; each but the model has a folder of its own.
+#: The modules that sentence-transformers loads in order; each one except the model has its own folder.
 #: source: sentence-transformers sentence_transformers/SentenceTransformer.py (_load_sbert_model)
 MODULES = "modules.json"
-#: What else it reads beside them.
+#: Other files that it reads from the same folder.
 _OF_MODULES = compile_when_used(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
-#: Code at most that a model brings along.
+#: Maximum number of custom code files of a model.
 _MAX_CODE = 64
-#: Files at most of the modules beside a model.
+#: Maximum number of files in the modules next to a model.
 _MAX_MODULES = 256
 
 
 def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]:
     """Return the folders to search for a model's config and tokenizer, the nearest first.
 
-    They are the folder of its tensors, those above it in the checkpoint, the one above the checkpoint, and
-    ``huggingface/`` and ``.hf_metadata/`` in each.
+    These are the folder of its tensors, the folders above it in the checkpoint, the folder above the
+    checkpoint, and ``huggingface/`` and ``.hf_metadata/`` in each of them.
 
     Args:
-        listing: contents of the roots.
+        listing: contents of the root directories.
         folder: folder of the tensors, relative to a root.
-        above: whether to look above the checkpoint too.
+        above: whether to search above the checkpoint too.
     """
     if listing.single:
         return []
@@ -83,13 +84,13 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
 
 
 def beside_files(listing: Listing) -> list[Folder]:
-    """Return the folders of single files that were named as CKPT."""
+    """Return the folders of single files that were passed as CKPT."""
     pairs = zip(listing.roots, listing.named, strict=True)
     return [Folder(root, listing.links_within, None if root is path else path) for root, path in pairs]
 
 
 def first(folders: Iterable[Folder], name: str) -> Path | None:
-    """Return the file of this name in the first folder that has it.
+    """Return the file of this name from the first folder that contains it.
 
     Raises:
         FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder.
@@ -98,7 +99,7 @@ def first(folders: Iterable[Folder], name: str) -> Path | None:
 
 
 def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str, str]:
-    """Return the companion files that come from a folder above the checkpoint, by name.
+    """Return the companion files from a folder above the checkpoint, by name.
 
     Their paths are relative to the checkpoint.
     """
@@ -112,11 +113,11 @@ def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str
 
 
 def passed_over(folders: Iterable[Folder], present: Collection[str]) -> list[Finding]:
-    """Warn of companion files that are ignored since anybody may have put them there.
+    """Warn of companion files that are ignored, because anybody may have put them there.
 
     Args:
-        folders: where companions were searched.
-        present: names of those that were found or given; of a tokenizer's files any is enough.
+        folders: the searched folders.
+        present: names of the companions that were found or given; one of a tokenizer's files is enough.
     """
     words = () if any(tokenizer.is_of(name) for name in present) else tokenizer.NAMES
     wanted = [name for name in ("config.json", *OTHERS, *words) if name not in present]
@@ -157,7 +158,7 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
 
     Args:
         folders: folders to search, the nearest first.
-        config: the model's config.json, next to which custom code is.
+        config: the model's config.json; custom code is next to it.
     """
     found = {name: path for name in OTHERS if (path := first(folders, name)) is not None}
     if config is None:
@@ -172,12 +173,12 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
 def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
     """Report differences between the parts of a checkpoint on several hosts' disks.
 
-    Files at the same place in other roots must have the same content. For parts on other hosts' disks, those
-    hosts report it; for those in a store nobody else does.
+    Files at the same place in different root directories must have the same content. For parts on other
+    hosts' disks, those hosts report differences. For parts in a store, this function reports them.
 
     Args:
-        listing: contents of the roots.
-        paths: files in use.
+        listing: contents of the root directories.
+        paths: the files that are used.
     """
     findings = []
     elsewhere = {root for root in listing.roots if _core.is_remote(root) and not is_stored(root)}
@@ -232,16 +233,16 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _without_paths(value: Any) -> Any:
-    """Return a config without the keys that say where it was loaded from, at any depth."""
+    """Return a config without the keys that state from where it was loaded, at any depth."""
     if isinstance(value, dict):
         return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
     return [_without_paths(part) for part in value] if isinstance(value, list) else value
 
 
 def module_folders(path: Path) -> list[str]:
-    """List the folders of the modules that a modules.json names, without those outside the model's folder.
+    """List the folders of the modules in a modules.json, without those outside the model's folder.
 
-    A module that normalises keeps no files, so that no copy has its folder.
+    A normalisation module has no files, so copies do not include its folder.
     """
     try:
         content = json_text.load(safe_files.read_text(path, safe_files.MAX_CONFIG))
@@ -258,7 +259,8 @@ def module_folders(path: Path) -> list[str]:
 
 
 def _modules(folder: Folder) -> dict[str, Path]:
-    """Find the modules of a sentence-transformers model: modules.json, what it names, and files next to it.
+    """Find the modules of a sentence-transformers model: modules.json, the files that it names, and files
+    next to it.
 
     They are copied byte for byte.
     """
@@ -287,7 +289,9 @@ def _modules(folder: Folder) -> dict[str, Path]:
 
 
 def _code(config: Path, folder: Folder) -> dict[str, Path]:
-    """Find modules that ``auto_map`` of a config.json needs: all next to it, as they import each other."""
+    """Find the Python modules that a config.json's ``auto_map`` needs: all modules next to it, because they
+    import each other.
+    """
     content = json_text.object_in(safe_files.read_text(config, safe_files.MAX_CONFIG))
     if not isinstance(content.get("auto_map"), dict):
         return {}

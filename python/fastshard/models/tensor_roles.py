@@ -1,6 +1,7 @@
-"""The layer of a tensor and its role there, by its name alone.
+"""The layer of a tensor and its role in the layer, from its name alone.
 
-This rule is for people who inspect a checkpoint, and covers all frameworks. No written output depends on it.
+This rule is for people who inspect a checkpoint, and covers all frameworks. It does not affect written
+output.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ __all__ = ["layer_of", "order_in_layer", "order_of", "parts_of", "place_of", "ro
 
 #: Words before the number of a layer.
 _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "x_layers"))
-#: The two joined, as MaxText and Paxml have them.
+#: A word joined with a layer number, as in MaxText and Paxml.
 _JOINED = compile_when_used(r"(layers?|blocks?|h|x_layers)_([0-9]{1,9})")
 #: Words before numbers that count something else.
 _COUNTED = frozenset(
     ("expert", "experts", "state", "head", "heads", "chunk", "chunks", "params", "param_groups", "groups")
 )
-#: Paxml's word for a stack: the number behind it counts the layers of one step of a loop.
+#: Paxml's word for a stack; the number after it counts the layers in one iteration of a loop.
 _STACK = "repeat"
-#: Modules that make the logits. source: Hugging Face; Megatron-LM, GPT-NeoX, MaxText, Paxml
+#: Modules that compute the logits. source: Hugging Face; Megatron-LM, GPT-NeoX, MaxText, Paxml
 _HEADS = frozenset((*WORDS["head_modules"], "output_layer", "final_linear", "logits_dense", "logits_ffn"))
 _WORD = compile_when_used(r"[^.\W_]+")
-#: Words that say where a model begins, or that layers do; they tell no role.
+#: Words that mark the beginning of a model or of its layers; they are not part of a role.
 _WRAPPERS = frozenset(
     (
         "model",
@@ -51,7 +52,7 @@ _WRAPPERS = frozenset(
 )
 
 
-#: What a layer does, step by step, as roles name it, and the parts of a step in their order.
+#: The steps of a layer in order, and the parts of each step in order, by role.
 _STEPS: tuple[tuple[Any, tuple[Any, ...]], ...] = tuple(
     (compile_when_used(form), tuple(map(compile_when_used, parts)))
     for form, parts in (
@@ -103,9 +104,9 @@ def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:
 
 @lru_cache(maxsize=1 << 14)
 def _form(parts: tuple[str | None, ...]) -> tuple[int | None, str]:
-    """Return which number of names with these parts is the layer's, and the role.
+    """Return the index of the layer's number among the numbers in a name, and the role.
 
-    Tens of thousands of names have a few dozen forms.
+    Tens of thousands of names have only a few dozen forms.
     """
     at = [i for i, part in enumerate(parts) if part is None]
     layer = next((i for i in at if i and parts[i - 1] in _LAYERS), None)
@@ -122,16 +123,16 @@ def _form(parts: tuple[str | None, ...]) -> tuple[int | None, str]:
 
 
 def place_of(name: str) -> tuple[int | None, str]:
-    """Return :func:`layer_of` and :func:`role_of` of a name together."""
+    """Return both :func:`layer_of` and :func:`role_of` of a name."""
     parts, numbers = parts_of(name)
     which, role = _form(parts)
     return None if which is None else numbers[which], role or name
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer in a tensor's name; None for one outside all layers, and for stacks of layers.
+    """Return the layer in a tensor's name; None for a tensor outside all layers, and for stacks of layers.
 
-    Numbers are the framework's own: in GPT-NeoX's pipelines the embedding is 0 and the first layer 2.
+    Numbers are those of the framework: in GPT-NeoX's pipelines, the embedding is 0 and the first layer is 2.
 
     >>> layer_of("model.layers.3.mlp.experts.7.up_proj.weight"), layer_of("lm_head.weight")
     (3, None)
@@ -153,7 +154,7 @@ def role_of(name: str) -> str:
 def order_of(name: str) -> tuple[int, str, int]:
     """Return a sort key by a tensor's place in its model.
 
-    Embeddings come first, then each stack of layers by number, what follows, and heads.
+    Embeddings come first, then each stack of layers by number, then other tensors, then heads.
 
     >>> names = ["lm_head.weight", "model.norm.weight", "h.10.w", "h.9.w", "model.embed_tokens.weight"]
     >>> sorted(names, key=order_of)
@@ -172,7 +173,7 @@ def order_of(name: str) -> tuple[int, str, int]:
 
 @lru_cache(maxsize=1 << 14)
 def _step_of(role: str) -> tuple[int, int]:
-    """Return the step of a layer that a role belongs to, and the place in that step."""
+    """Return the step of a layer to which a role belongs, and the position in that step."""
     role = role.lower()
     step = next((at for at, (form, _) in enumerate(_STEPS) if form.search(role)), len(_STEPS))
     parts = _STEPS[step][1] if step < len(_STEPS) else ()
@@ -180,7 +181,7 @@ def _step_of(role: str) -> tuple[int, int]:
 
 
 def order_in_layer(name: str) -> tuple[int, int, list[tuple[int, int, str]]]:
-    """Return a sort key by the step of a layer in which its tensor takes part, as data passes the layer.
+    """Return a sort key by the step in which a layer uses the tensor.
 
     >>> sorted(["mlp.down_proj.weight", "self_attn.v_proj.weight", "input_norm.weight"], key=order_in_layer)
     ['input_norm.weight', 'self_attn.v_proj.weight', 'mlp.down_proj.weight']

@@ -1,10 +1,10 @@
-"""Words in names of tensors, over all frameworks: the only list of words that show a role without a table."""
+"""Words in tensor names across all frameworks: the only list of words that show a role without a table."""
 
 from __future__ import annotations
 
-#: Most are declared to the core, with each checkpoint (``rust/fastshard/src/words.rs`` says how each is
-#: used): in small letters; ``*`` at an end stands for anything; with ``_`` a part of a name between dots is
-#: meant, as it is spelled, else a word of one.
+#: Most of these words are passed to the core with each checkpoint (``rust/fastshard/src/words.rs`` describes
+#: their use). Words are in lower case, and ``*`` at an end stands for anything. A word with ``_`` stands for
+#: a part of a name between dots, exactly as spelled; other words stand for a word within a part.
 WORDS: dict[str, tuple[str, ...]] = {
     # Tables of the vocabulary, of something else, and such as lie at unusual places.
     "tables": ("embed", "embedding", "embeddings", "emb", "wte", "embedder", "vocab"),

@@ -1,5 +1,4 @@
-"""A model's tokenizer, as far as a checkpoint must agree with it: its files, largest id and special
-tokens."""
+"""A model's tokenizer, as far as a checkpoint must match it: its files, largest id and special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ..common.options import StrPath
 from ..common.records import dataclass
 from . import vocab_files
 
-#: Files that hold a vocabulary, and of what kind; the one that readers prefer first.
+#: Vocabulary files and their kinds, in the order in which readers prefer them.
 #: source: transformers tokenization_utils_base.py and the tokenizers of its models
 _VOCABULARIES = {
     "tokenizer.json": "tokenizers",
@@ -26,7 +25,7 @@ _VOCABULARIES = {
     "tiktoken.model": "tiktoken",
     "tekken.json": "tekken",
 }
-#: How the names of tiktoken's other files end, e.g. qwen.tiktoken.
+#: Suffix of other tiktoken files, e.g. qwen.tiktoken.
 _TIKTOKEN = ".tiktoken"
 #: Files of a tokenizer.
 NAMES = (
@@ -38,11 +37,11 @@ NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-#: Where the special tokens are named.
+#: Files that name the special tokens.
 _TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
-#: Ids of a model's config, and what the tokenizer calls the tokens.
+#: Token ids in a model's config, and the tokenizer's names for the tokens.
 _SPECIAL = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
-#: What ends a document for GPT-2's vocabulary and GPT-NeoX's, whose files name no special tokens.
+#: The end-of-document token in the vocabularies of GPT-2 and GPT-NeoX, whose files name no special tokens.
 #: source: gpt-neox megatron/tokenizer/tokenizer.py (eod of HFTokenizer and _GPT2BPETokenizer)
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -51,30 +50,31 @@ END_OF_DOCUMENT = "<|endoftext|>"
 class Tokenizer:
     """A tokenizer that was given or found."""
 
-    #: Its files, by the names under which they are published.
+    #: Its files, by the names under which they are written.
     files: dict[str, Path]
-    #: The largest id of its vocabulary; None where none of its files could be read for it.
+    #: The largest id of its vocabulary; None if none of its files could be read for it.
     largest: int | None = None
-    #: The file that should tell the ids and could not be read; ``largest`` is then of added tokens at most.
+    #: The file that should contain the ids and could not be read; ``largest`` then includes only added
+    #: tokens.
     unread: Path | None = None
-    #: The file of a vocabulary whose special tokens none of the files tells: they stand in somebody's code.
+    #: The vocabulary file, if no file states its special tokens because they are defined in code.
     partial: Path | None = None
-    #: ``bos_token_id`` and the like, as far as its files tell.
+    #: ``bos_token_id`` and other special ids, as far as its files state them.
     special: dict[str, int] | None = None
-    #: Id of the token that ends a document in GPT-2's vocabulary and GPT-NeoX's.
+    #: Id of the end-of-document token in the vocabularies of GPT-2 and GPT-NeoX.
     end_of_document: int | None = None
 
     @property
     def path(self) -> str:
-        """The file that messages name."""
+        """The file to name in messages."""
         return str(next(self.files[name] for name in (*NAMES, *self.files) if name in self.files))
 
 
 def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
-    """Find the given tokenizer, else that of the nearest folder that has one.
+    """Find the given tokenizer, or the one in the nearest folder that has one.
 
     Args:
-        given: a folder, or a file of a vocabulary.
+        given: a folder, or a vocabulary file.
         folders: folders to search, the nearest first.
 
     Raises:
@@ -111,7 +111,7 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
 
 
 def named_folders(given: StrPath | None) -> list[Folder]:
-    """Return the given folder of a tokenizer, as a list; empty if a file was given."""
+    """Return the given tokenizer folder as a list; empty if a file was given."""
     return [Folder.named(Path(given))] if given is not None and Path(given).is_dir() else []
 
 
@@ -124,17 +124,17 @@ def _files(folder: Folder) -> dict[str, Path]:
 
 
 def is_of(name: str) -> bool:
-    """Return True for the name of a file of a tokenizer."""
+    """Return True if a tokenizer file can have this name."""
     return name in NAMES or name.endswith(_TIKTOKEN)
 
 
 def _kind(name: str) -> str | None:
-    """Return the kind of a vocabulary file by its name; None for other files."""
+    """Return the kind of a vocabulary file, from its name; None for other files."""
     return "tiktoken" if name.endswith(_TIKTOKEN) else _VOCABULARIES.get(name)
 
 
 def _name(path: Path) -> str:
-    """Return the name under which readers take a file of a vocabulary, by its content.
+    """Return the name that readers expect for a vocabulary file, from its content.
 
     Raises:
         FastshardError: ``FS501`` if it is not a vocabulary.

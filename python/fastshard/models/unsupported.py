@@ -1,4 +1,4 @@
-"""The only place that refuses a model with features that a format lacks."""
+"""The only place that refuses a model because a format lacks its features."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..common.formatting import runs
 from ..common.records import dataclass, replace
 from .model import Block, Experts, Lack, Model
 
-#: No bias at all.
+#: No bias.
 _NONE = (False, False, False, False)
-#: What a set of biases is called.
+#: Names of the sets of biases in messages.
 _PLACES = (
     "queries, keys and values",
     "attention's output",
@@ -22,7 +22,7 @@ _PLACES = (
 )
 
 
-#: What kinds of attention are called.
+#: Names of the kinds of attention in messages.
 ATTENTIONS = {
     "heads": "keys and values of heads",
     "latent": "keys and values from a latent (MLA)",
@@ -32,64 +32,66 @@ ATTENTIONS = {
 
 @dataclass(frozen=True)
 class Says:
-    """The properties that one kind of a format's models can have; a field that is None can be anything."""
+    """The properties that one kind of model in a format can have; for a field that is None, any value is
+    allowed.
+    """
 
-    #: As messages call it, e.g. ``Llama``.
+    #: Its name in messages, e.g. ``Llama``.
     kind: str
-    #: Hubs whose tensors its layout meets.
+    #: Families whose tensors the format's layout can convert.
     families: Collection[str] = ("llama",)
     norm: str = "RMSNorm"
     norm_bias: bool = False
     gated: bool = True
     activations: Collection[str] | None = None
     parallel: Collection[bool] = (False,)
-    #: Shares of a head that may be rotated.
+    #: Fractions of a head that may be rotated.
     shares: Collection[float] | None = (1.0,)
-    #: Kinds of scaled rotary embeddings.
+    #: Supported kinds of rotary scaling.
     scalings: Collection[str] | None = None
-    #: Values that the scaling of Llama 3 must have.
+    #: Required values of Llama 3's scaling.
     fixed: tuple[tuple[str, float], ...] = ()
-    #: The base of the rotary embedding is an integer.
+    #: True if the base of the rotary embedding must be an integer.
     whole_base: bool = False
-    #: Attention may be confined to a window.
+    #: True if attention may have a window.
     window: bool = False
-    #: The layers that have it: ``all``, those of ``even`` numbers and no others, or ``any``.
+    #: Which layers may have a window: ``all``, exactly the ``even`` ones, or ``any``.
     windowed_layers: str = "all"
     biases: Collection[tuple[bool, bool, bool, bool]] = (_NONE,)
     qk_norm: Collection[bool] = (False,)
     grouped: Collection[bool] = (False, True)
-    #: Layers after the others may predict further tokens.
+    #: True if there may be MTP layers.
     further_layers: bool = False
-    #: Kinds of attention.
+    #: Supported kinds of attention.
     attentions: Collection[str] = ("heads",)
-    #: The heads may have a gate, or must have one.
+    #: Whether the heads may have an output gate, or must have one.
     output_gate: Collection[bool] = (False,)
-    #: The softmax of the heads may have sinks, or must have them.
+    #: Whether the softmax of the heads may have sinks, or must have them.
     sinks: Collection[bool] = (False,)
-    #: An indexer may choose the tokens that attention sees, or must do so.
+    #: Whether an indexer may choose the tokens that attention sees, or must do so.
     indexed: Collection[bool] = (False,)
-    #: True for mixtures of experts; and whether the weights of the best may be left as they are.
+    #: True for MoE models; and whether the weights of the chosen experts may be unnormalised.
     experts: bool = False
     unnormalised: bool = False
-    #: How experts may be scored, and whether each has a bias for the choice.
+    #: How experts may be scored, and whether each may have a bias that affects only the choice.
     scores: Collection[str] = ("softmax",)
     corrected: bool = False
-    #: The scores may have a bias, or must have one.
+    #: Whether the scores may have a bias, or must have one.
     router_bias: Collection[bool] = (False,)
-    #: Experts may be chosen among those of the best groups; their weights may be scaled; further experts may
-    #: see every token.
+    #: Whether experts may be chosen from the best groups; whether their weights may be scaled; whether there
+    #: may be shared experts.
     grouped_experts: bool = False
     scaled_experts: bool = False
     shared_experts: bool = False
-    #: Every mixture has such experts.
+    #: True if every MoE layer must have shared experts.
     needs_shared_experts: bool = False
-    #: Further experts may have a gate, or must have one.
+    #: Whether shared experts may have a gate, or must have one.
     shared_gate: Collection[bool] = (False,)
-    #: Layers that may have no experts: ``none``, the ``first`` ones, or ``any``.
+    #: Which layers may have no experts: ``none``, the ``first`` ones, or ``any``.
     dense_layers: str = "none"
 
     def lacks(self, model: Model) -> list[Lack]:
-        """List what a model has and this kind lacks."""
+        """List the features of a model that this kind lacks."""
         return [
             *model.others,
             *self._shared(model),
@@ -100,7 +102,7 @@ class Says:
         ]
 
     def _blocks(self, model: Model) -> Iterator[Lack]:
-        """List what kinds of layers have and this kind of models lacks, each once, with its layers."""
+        """List the features of layers that this kind lacks, each once, with its layers."""
         found: dict[Lack, list[Block]] = {}
         blocks_with_layers = [block for block in model.blocks if block.layers != ()]
         for block in blocks_with_layers:
@@ -111,7 +113,7 @@ class Says:
             yield lack if len(blocks) == len(blocks_with_layers) else replace(lack, layers=layers)
 
     def _shared(self, model: Model) -> Iterator[Lack]:
-        """List what all layers have in common and this kind lacks."""
+        """List the features common to all layers that this kind lacks."""
         if model.norm != self.norm:
             yield Lack(model.word("norm"), self.norm, model.norm)
         elif model.norm_bias != self.norm_bias:
@@ -148,7 +150,7 @@ class Says:
             yield Lack(model.word("rope.base", "base of rotary embeddings"), "an integer", f"{rope.base!r}")
 
     def _windows(self, model: Model) -> Iterator[Lack]:
-        """List what this kind lacks of layers of which some have a window."""
+        """List the features that this kind lacks for models with a window in only some layers."""
         layers, window = model.windowed_layers, model.window
         if self.windowed_layers == "all" and self.window and layers is not None:
             word = model.word("window", "sliding window")
@@ -162,7 +164,7 @@ class Says:
             yield Lack(word, "every second layer, from the first on", got)
 
     def _block(self, model: Model, block: Block) -> Iterator[Lack]:
-        """List what a kind of layers has and this kind of models lacks."""
+        """List the features of one kind of layer that this kind of model lacks."""
         attention, experts = block.attention, block.experts
         if block.biases not in self.biases:
             expected = " | ".join(sorted({_places(biases) for biases in self.biases}))
@@ -228,7 +230,7 @@ class Says:
             yield Lack(word, _either(self.shared_gate), _flag(experts.shared_gate))
 
     def _mixture(self, model: Model) -> Iterator[Lack]:
-        """List what this kind lacks of the layers that have experts and those that have none."""
+        """List the features that this kind lacks for layers with experts and layers without."""
         has_experts, dense = model.experts is not None, model.dense_layers
         if has_experts != self.experts:
             word = model.word("experts", "mixture of experts")
@@ -243,15 +245,17 @@ class Says:
 
 
 def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:
-    """Return the first kind that fits a model, or the one that lacks least, and what it lacks."""
+    """Return the first kind that fits a model, or the one that lacks the fewest features, and the features
+    that it lacks.
+    """
     found = [(kind, kind.lacks(model)) for kind in kinds]
     return min(found, key=lambda pair: len(pair[1]))
 
 
 def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
-    """Refuse a model that no kind of a format's models fits.
+    """Refuse a model that no kind of a format fits.
 
-    Either the tensors fit no layout, or each reason is given under its source's name.
+    The message states either that the tensors fit no layout, or each missing feature under its source's name.
 
     Raises:
         FastshardError: ``FS514``.
@@ -273,14 +277,14 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
 
 
 def _name_with_features(kinds: Iterable[Says], model: Model) -> str:
-    """Return a model's family, and in brackets what it has otherwise than all kinds of a format's models."""
+    """Return a model's family, with the features that no kind of a format has in brackets."""
     lacks = [[lack.what for lack in kind.lacks(model)] for kind in kinds]
     features = [what for what in dict.fromkeys(lacks[0]) if all(what in others for others in lacks)]
     return f"{model.family} ({', '.join(features)})" if features else model.family
 
 
 def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None) -> FastshardError:
-    """Build the error for what a format lacks, each under its source's name."""
+    """Build the error for features that a format lacks, each under its source's name."""
     return error_for(
         [
             Finding.of(

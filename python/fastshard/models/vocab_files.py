@@ -1,4 +1,4 @@
-"""Files of a tokenizer's vocabulary: their largest id, and the ids of requested tokens."""
+"""Vocabulary files of a tokenizer: their largest id, and the ids of requested tokens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .. import _core
 from ..common import json_text, safe_files
 from ..common.errors import FastshardError
 
-#: Bytes at most of a vocabulary: the largest are of some tens of megabytes, and what is longer is read for
-#: minutes.
+#: Maximum size of a vocabulary file in bytes. The largest ones have some tens of megabytes; longer files
+#: would take minutes to read.
 MAX_BYTES = 1 << 30
-#: Digits at most of an id.
+#: Maximum number of digits of an id.
 _DIGITS = 9
 
 
 def read(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
     """Read ``largest`` and ``ids`` of a vocabulary; None if the file is not one.
 
-    ``special`` is false if its special tokens are elsewhere. A tokenizer is copied in any case.
+    ``special`` is false if its special tokens are elsewhere. The tokenizer is copied in either case.
 
     Args:
         path: the file.
         kind: one of the core's, ``tiktoken``, ``tekken``, or ``model`` for a file of either SentencePiece
             or tiktoken.
-        wanted: tokens whose ids are of interest.
+        wanted: tokens whose ids are requested.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -47,7 +47,7 @@ def _of_core(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
 
 
 def _tiktoken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
-    """Read lines of ``BASE64 RANK``; the special tokens are in code, or in tokenizer_config.json."""
+    """Read lines of ``BASE64 RANK``; the special tokens are in code or in tokenizer_config.json."""
     # source: tiktoken load.py (load_tiktoken_bpe)
     first = safe_files.read_bytes(path, 4096, whole=False).split(b"\n", 1)[0]
     if _ranked(first) is None:
@@ -79,7 +79,7 @@ def _ranked(line: bytes) -> tuple[bytes, int] | None:
 
 
 def _tekken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
-    """Read Mistral's tekken.json: special tokens, then as many of the list as the config states."""
+    """Read Mistral's tekken.json: special tokens, then as many list entries as the config states."""
     # source: mistral-common tokens/tokenizers/tekken.py (Tekkenizer)
     # A token is kept as its rank: a list of 150 000 objects would take a hundred megabytes.
     document = json_text.object_in(

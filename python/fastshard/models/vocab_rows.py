@@ -1,4 +1,4 @@
-"""The check that each word of a tokenizer has its row in the vocabulary that is written."""
+"""The check that each token of a tokenizer has a row in the vocabulary that is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tokenizer import Tokenizer
 
 __all__ = ["find_ids_beyond_embedding", "padding", "words"]
 
-#: The weight of an embedding of words outside all layers, and its module.
+#: The weight of a token embedding outside all layers, and its module.
 _EMBEDDING = compile_when_used(
     rf"((?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])}|embeddings?|token_embedding))"
     # source: transformers models/idefics (IdeficsDecoupledEmbedding)
@@ -23,7 +23,7 @@ _EMBEDDING = compile_when_used(
 
 
 def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
-    """Check that each word of the tokenizer has its row."""
+    """Check that each token of the tokenizer has a row."""
     rows = axes.get("P", axes.get("V"))
     if tokenizer is None or rows is None:
         return []
@@ -53,11 +53,11 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
 def find_ids_beyond_embedding(
     shapes: Mapping[str, Sequence[int]], tokenizer: Tokenizer | None
 ) -> list[Finding]:
-    """Find ids of a tokenizer that have no row in the input embedding, which its name identifies.
+    """Find ids of a tokenizer that have no row in the input embedding, which is identified by name.
 
     Args:
         shapes: shapes of the full tensors, by name.
-        tokenizer: the tokenizer that is given, or next to the model.
+        tokenizer: the tokenizer that was given, or found next to the model.
     """
     if tokenizer is None or tokenizer.largest is None:
         return []
@@ -70,7 +70,7 @@ def find_ids_beyond_embedding(
 
 
 def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
-    """Report that the largest id of a tokenizer has no row."""
+    """Report that a tokenizer's largest id has no row."""
     if tokenizer.largest is None or tokenizer.largest < rows:
         return []
     return [
@@ -88,7 +88,7 @@ def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
 
 
 def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]:
-    """Report rows that are dropped although no file shows which tokens they belong to."""
+    """Report dropped rows for which no file shows their tokens."""
     file = tokenizer.unread or tokenizer.partial
     if file is None or kept >= rows:
         return []
@@ -107,7 +107,7 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
 
 
 def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
-    """Report that padding may count as words, since the true size of the vocabulary is not stated."""
+    """Report that padding may be counted as tokens, because the true vocabulary size is not stated."""
     if "P" not in axes or source.binding.vocab_size is not None or "V" in source.binding.axes:
         return []
     known = tokenizer is not None and tokenizer.unread is None and tokenizer.partial is None

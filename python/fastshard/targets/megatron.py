@@ -371,7 +371,7 @@ class MegatronTarget(TrainerTarget):
         return [{**rank, "ep": tensor.expert // (experts // self.topology.ep)} for rank in ranks]
 
     def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
-        """Return the model's arguments: those of the source, or those derived from its Hugging Face config."""
+        """Return the model's arguments: those of the source, or ones derived from its Hugging Face config."""
         findings: list[Finding] = []
         if self.model is None:
             args = megatron_args.plain(self.source.model.config or {})

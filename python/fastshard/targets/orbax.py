@@ -1,4 +1,4 @@
-"""The target Orbax: one committed step with one item of arrays, and the metadata from which Orbax restores."""
+"""The target Orbax: one committed step with one item of arrays, and the metadata that Orbax restores from."""
 
 from __future__ import annotations
 

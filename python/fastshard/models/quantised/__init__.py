@@ -1,4 +1,4 @@
-"""Quantised weights: the tensors of a checkpoint that belong to one weight, and their requirements.
+"""Quantised weights: the tensors that make up one weight, and the requirements for them.
 
-There is one module for each family of forms.
+Each module handles one family of forms.
 """

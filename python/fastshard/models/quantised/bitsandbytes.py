@@ -1,4 +1,4 @@
-"""bitsandbytes: nf4, fp4 and int8, whose true shape only a record next to the codes states.
+"""bitsandbytes: nf4, fp4 and int8. Only a record next to the codes states a weight's true shape.
 
 source: bitsandbytes 0.50 functional.py
 """
@@ -20,26 +20,26 @@ from .values import Coded, DamagedError, NoValuesError, ValueAccess, Values, ope
 __all__ = ["RECORD", "forms", "methods", "telling"]
 
 methods = ("bitsandbytes",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{} of bitsandbytes": {}}
 _F32, _U8 = frozenset(("F32",)), frozenset(("U8",))
-#: What the name of a record ends with, before the kind of the codes: it alone says what they are.
+#: Suffix of a record's name, before the kind of the codes. Only the record describes the codes.
 RECORD = ".weight.quant_state.bitsandbytes__"
-#: Bytes of a record at most.
+#: Maximum size of a record in bytes.
 LONGEST = 1 << 16
-#: What codes may be viewed as. source: transformers 5.24 BitsAndBytesConfig
+#: Storage dtypes of codes. source: transformers 5.24 BitsAndBytesConfig
 _STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
-#: Dtypes of a record.
+#: Dtypes in a record.
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
-#: The last number of a layout of int8: rows, and three that are tiled.
+#: Largest layout number of int8: 0 means rows, the other three are tiled.
 _LAYOUTS = 3
-#: Absolute maxima that are quantised themselves.
+#: Absolute maxima that are themselves quantised.
 _NESTED = (".weight.absmax", _U8)
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """List the forms: 4 bit, with or without nested statistics, and 8 bit."""
+    """List the forms: 4-bit, with or without nested statistics, and 8-bit."""
     kinds = ("nf4", "fp4")
     states = {f"{RECORD}{kind}": kind for kind in kinds}
     settings = Settings(config)
@@ -83,11 +83,11 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 @dataclass(frozen=True)
 class Nested:
-    """The storage of absolute maxima that are quantised themselves."""
+    """The storage of absolute maxima that are themselves quantised."""
 
     blocksize: int
     offset: float
-    #: True where the reference computes with them in float32, as every quantiser does.
+    #: True if the reference computes with them in float32, as every quantiser does.
     is_float32: bool
 
 
@@ -97,19 +97,19 @@ class QuantState:
 
     shape: tuple[int, ...]
     blocksize: int
-    #: What values are rounded to.
+    #: The dtype to which values are rounded.
     rounded: str
-    #: None where maxima are stored as they are.
+    #: The storage of nested maxima; None if maxima are not quantised.
     nested: Nested | None
 
 
 def read_state(weight: Weight, access: ValueAccess) -> QuantState:
-    """Read the record of a weight, both to check it and to decode its codes.
+    """Read the record of a weight, for checking it and for decoding its codes.
 
     source: bitsandbytes 0.50 functional.py QuantState.from_dict
 
     Raises:
-        DamagedError: for a record that gives codes no values, and for one of another weight.
+        DamagedError: for a record that does not define the codes' values, and for one of another weight.
     """
     name = weight.companions["quant state"]
     try:
@@ -148,7 +148,7 @@ def _read_record(weight: Weight, access: ValueAccess) -> dict[str, Any]:
     """Parse the record of a weight into an object.
 
     Raises:
-        DamagedError: for other bytes.
+        DamagedError: for bytes that are not such a record.
     """
     name, dtype, shape = weight.of("quant state")
     size, content, reason = math.prod(shape), None, ""
@@ -170,7 +170,7 @@ def _read_nested(record: Settings) -> Nested:
     """Read how maxima are stored.
 
     Raises:
-        ImpossibleSettingError: if they have no values.
+        ImpossibleSettingError: if their values are not defined.
     """
     dtype = record.word("nested_dtype", tuple(DTYPES))
     if dtype is None:
@@ -180,10 +180,10 @@ def _read_nested(record: Settings) -> Nested:
 
 
 def _check_maxima(weight: Weight, state: QuantState) -> None:
-    """Compare the maxima with the blocks of a record.
+    """Compare the maxima with the number of blocks in a record.
 
     Raises:
-        DamagedError: if their number is not that of the blocks, and for nested ones if the maxima are not
+        DamagedError: if their number differs from the number of blocks, and for nested maxima that are not
             quantised.
     """
     count = ceil_div(math.prod(state.shape), state.blocksize)
@@ -213,7 +213,7 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
 
 
 def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
-    """Refuse a table in which all codes are one number.
+    """Refuse a table that gives all codes the same value.
 
     Raises:
         DamagedError: for such a table.
@@ -231,7 +231,7 @@ def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
-    """Multiply entries of a table by the maximum of their block; blocks continue across rows.
+    """Multiply table entries by the maximum of their block; blocks continue across rows.
 
     source: bitsandbytes 0.50 functional.py
     """
@@ -272,12 +272,12 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
-    """Refuse to compute values of int8, whose layout a separate byte states.
+    """Refuse to compute int8 values, because a separate byte states their layout.
 
     source: bitsandbytes 0.50 nn/modules.py
 
     Raises:
-        NoValuesError: always; a DamagedError for a layout that no version has.
+        NoValuesError: always, or DamagedError for a layout that no version has.
     """
     name = weight.companions.get("format")
     layout = access.read(name, 0, 1)[0] if name is not None and access.looks else 0
@@ -292,10 +292,10 @@ def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return the shapes of one maximum per block; the block's length is in the record, and a power of two."""
+    """Return the shapes for one maximum per block; the record states the block's length, a power of two."""
     return [(ceil_div(2 * sizes.rows, 1 << n),) for n in (6, 5, 7, 8, 9, 10, 11, 12)]
 
 
 def _flat(shape: tuple[int, ...]) -> Sizes | None:
-    """Return the sizes of a column of bytes, which does not show how many rows the weight has."""
+    """Return the sizes of a column of bytes, which does not show the weight's number of rows."""
     return Sizes((), shape[0], 1) if len(shape) == 2 and shape[1] == 1 else None

@@ -52,8 +52,8 @@ from .values import (
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("compressed-tensors",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {
     f"{called} of compressed-tensors": {
         "format": name,
@@ -66,7 +66,8 @@ telling: Mapping[str, dict[str, Any]] = {
         ("int8", "int-quantized", "int"),
     )
 }
-#: How scales may be spread. source: compressed-tensors 0.20 quantization/quant_args.py QuantizationStrategy
+#: How scales can be distributed. source: compressed-tensors 0.20 quantization/quant_args.py
+#: QuantizationStrategy
 _STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 _IN_GROUPS = ("group", "tensor_group")
 _TRANSFORMED = (
@@ -78,7 +79,7 @@ _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """List the forms of a config's groups, each for the modules that it targets."""
+    """List the forms of a config's groups, each for its target modules."""
     whole = config.get("format")
     sparse = config.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
@@ -91,7 +92,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
     @functools.cache
     def closest(name: str) -> frozenset[int]:
-        """Return the groups whose targets name a module most closely."""
+        """Return the groups whose targets match a module most specifically."""
         ranks = [one.rank(name) for one in targets]
         best = max(ranks, default=0)
         return frozenset(n for n, rank in enumerate(ranks) if rank and rank == best)
@@ -130,9 +131,9 @@ class _Targets:
         self._all = not entries
 
     def rank(self, name: str) -> int:
-        """Return a number for how closely a module is named, 0 if it is not.
+        """Return how specifically a module is matched; 0 if it is not.
 
-        A name shows about the module's class only whether it is an embedding.
+        A name shows a module's class only for embeddings.
         """
         if not self._names.isdisjoint(spellings(name)):
             return 4
@@ -150,7 +151,7 @@ class _Weights:
     bits: int
     is_float: bool
     symmetric: bool
-    #: None where nothing says.
+    #: The strategy; None if it is not stated.
     strategy: str | None
     group_size: int | None
     block: Block | None
@@ -161,7 +162,7 @@ def _read_weights(group: Settings, name: object) -> _Weights | None:
     """Read how the weights of a group are quantised; None if they are not.
 
     Raises:
-        ImpossibleSettingError: if compressed-tensors has no such weights.
+        ImpossibleSettingError: if compressed-tensors does not support such weights.
     """
     weights = group.below("weights")
     if weights is None:
@@ -224,7 +225,7 @@ def _of(name: str, weights: _Weights, dynamic: object, takes: Callable[[str], bo
 
 
 def _scales(weights: _Weights) -> Callable[[Sizes], Any] | None:
-    """Return the shapes that scales may have by a group's strategy; None if it is not stated."""
+    """Return the possible shapes of scales for a group's strategy; None if it is not stated."""
     if weights.strategy == "tensor":
         return one
     if weights.strategy == "channel":
@@ -248,7 +249,7 @@ def _mx(name: str, takes: Callable[[str], bool]) -> Form:
 
 
 def _sixths(shape: tuple[int, ...]) -> Sizes | None:
-    """Return the sizes of codes stored four to three bytes."""
+    """Return the sizes for codes that are packed four to three bytes."""
     return (
         Sizes(shape[:-2], shape[-2], shape[-1] // 3 * 4) if len(shape) >= 2 and shape[-1] % 3 == 0 else None
     )
@@ -307,7 +308,7 @@ def _packed(weights: _Weights, takes: Callable[[str], bool]) -> Form:
 
 
 def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
-    """Return the blocks that scales may have by a group's strategy."""
+    """Return the possible blocks of scales for a group's strategy."""
     strategy = weights.strategy
     if strategy == "block":
         return [] if weights.block is None else [weights.block]
@@ -317,7 +318,7 @@ def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
 
 
 def _groups_of(weight: Weight, columns: int, access: ValueAccess) -> Mapping[str, object] | None:
-    """Return the groups of columns that are not in order; -1 means that they are in order.
+    """Return the groups of columns if they are not in order; -1 means that they are in order.
 
     source: compressed-tensors forward_helpers.py
     """
@@ -363,7 +364,7 @@ def _plain(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _of_words(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
-    """Compute the product of codes with fewer bits, packed into words.
+    """Compute the product of codes of fewer bits that are packed into words.
 
     source: compressed-tensors 0.20 compressors/pack_quantized/base.py
     """
@@ -398,11 +399,11 @@ def _of_words(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
-    """Read the shape that is stored as numbers with the codes.
+    """Read the shape that is stored as numbers next to the codes.
 
     Raises:
-        DamagedError: for a shape that does not fit the codes; it may use only a part of the last word of a
-            row.
+        DamagedError: for a shape that does not fit the codes, which may leave part of a row's last word
+            unused.
     """
     name, kind, count = weight.of("shape")
     raw, words = (
@@ -421,7 +422,7 @@ def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
 
 
 def _nvfp4(weight: Weight, access: ValueAccess) -> Values:
-    """Divide scales by the global one. source: compressed-tensors 0.20 compressors/nvfp4/base.py"""
+    """Divide scales by the global scale. source: compressed-tensors 0.20 compressors/nvfp4/base.py"""
     del access
     sizes = weight.sizes
     (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")

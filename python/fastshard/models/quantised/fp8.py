@@ -1,4 +1,4 @@
-"""Weights in fp8 with one scale per block, per row or in all, or with powers of two as scales.
+"""Weights in fp8 with one scale per block, per row or per tensor, or with powers of two as scales.
 
 source: transformers 5.24 integrations/finegrained_fp8.py; DeepSeek-V3 README_WEIGHTS.md
 """
@@ -30,10 +30,10 @@ from .values import E2M1, NIBBLES, Coded, ValueAccess, Values, fitting, scale, v
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("fp8",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
-#: Extents of a block that a config does not state otherwise.
+#: Default extents of a block.
 BLOCK = (128, 128)
 _SCALES = FLOATS | {"F8_E8M0"}
 

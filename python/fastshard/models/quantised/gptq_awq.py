@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: words of 32 bits that hold several codes.
+"""GPTQ and AWQ: 32-bit words that contain several codes.
 
 source: AutoGPTQ qlinear_cuda_old.py; AutoAWQ modules/linear/gemm.py, utils/packing_utils.py
 """
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("gptq", "awq")
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {
     "GPTQ": {"quant_method": "gptq", "bits": 4},
     "AWQ": {"quant_method": "awq"},
 }
-#: The least and the most bits of a code. source: GPTQModel quantization/config.py
+#: Minimum and maximum bits of a code. source: GPTQModel quantization/config.py
 _BITS = (2, 8)
-#: Bytes of zero points that tell what all are.
+#: Number of bytes of zero points that represents all of them.
 _MANY = 1 << 16
 _I32 = frozenset(("I32",))
-#: Eight codes of a word: where that of each column lies. source: AutoAWQ utils/packing_utils.py AWQ_ORDER
+#: Positions of the eight columns' codes in a word. source: AutoAWQ utils/packing_utils.py AWQ_ORDER
 _WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """List the forms of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
+    """List the forms of a config; none for layouts of other kernels (marlin) and for AWQ other than GEMM."""
     settings = Settings(config)
     is_awq = config.get("quant_method") == "awq"
     # AWQ has one form that is known; nothing says how many bits codes of GPTQ have by default.
@@ -53,10 +53,10 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> int:
-    """Read the bits of a code; AWQ's own file has another key.
+    """Read the bits of a code; AWQ's own file uses another key.
 
     Raises:
-        ImpossibleSettingError: for an impossible number of bits, and if none is stated and there is no
+        ImpossibleSettingError: for an impossible number of bits, and if it is neither stated nor has a
             default.
     """
     key = "bits" if "bits" in settings.values else other
@@ -67,9 +67,9 @@ def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> 
 
 
 def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -> list[Form]:
-    """List the form of a model, and those of modules for which a rule of GPTQModel states another.
+    """List the form of a model, and the forms of modules for which a GPTQModel rule states another one.
 
-    The first rule that fits decides.
+    The first matching rule applies.
     """
     config = settings.values
     ordered, symmetric = settings.flag("desc_act", default=False), settings.flag("sym", default=False)
@@ -83,7 +83,7 @@ def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -
     # In the first version of the format zero points are stored one too low.
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
     usual = bits, size, ordered, symmetric
-    #: Rules of one form, which may be very many; None for what no rule is for.
+    #: Rules by form, since there may be very many rules; None stands for modules without a rule.
     numbers: dict[tuple[int, int, bool, bool], set[int | None]] = {usual: {None}}
     for number, (key, _) in enumerate(rules):
         rule = None if overrides is None or str(key).startswith("-:") else overrides.below(key)
@@ -113,9 +113,9 @@ def _groups(columns: int, size: int) -> int:
 def _gptq(
     bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low: int, symmetric: bool
 ) -> Form:
-    """Build the form of GPTQ, whose codes are packed along the input, so that a weight is stored transposed.
+    """Build the form of GPTQ. Codes are packed along the input, so a weight is stored transposed.
 
-    Groups that are in order need no indices.
+    Groups in order need no indices.
     """
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
@@ -150,14 +150,14 @@ class _Kind:
     """The packing of codes, and the meaning of zero points."""
 
     bits: int
-    #: Rows of a group; below 1 for all of them.
+    #: Rows of a group; all rows if below 1.
     size: int
     packing: object
-    #: The same of zero points.
+    #: The packing of zero points.
     of_zeros: object
-    #: How much too low zero points are stored.
+    #: The offset by which stored zero points are too low.
     low: int = 0
-    #: True where all zero points are to lie in the middle.
+    #: True if all zero points must be in the middle.
     symmetric: bool = False
 
 
@@ -189,12 +189,12 @@ def _values(kind: _Kind, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int) -> tuple[str, ...]:
-    """Note what the first version of GPTQ leaves open.
+    """Note ambiguities in the first version of GPTQ.
 
-    One more than the highest zero point is read as 2^bits by some readers and as 0 by others.
+    Some readers treat one above the highest zero point as 2^bits, others as 0.
 
     Raises:
-        NoValuesError: if all zero points are those of the other version.
+        NoValuesError: if all zero points match the other version.
     """
     most, middle, highest = (1 << kind.bits) - 1, (1 << (kind.bits - 1)) - 1 + kind.low, 0
     declared, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
@@ -218,7 +218,9 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
 def _read_zero_points(
     bits: int, access: ValueAccess, rows: int, name: str, count: int
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the codes of zero points, several groups or a part of one at a time, within a window of bytes."""
+    """Yield the codes of zero points, for several groups or for part of a group at a time, within a limit in
+    bytes.
+    """
     import numpy as np
 
     wide = ceil_div(rows * bits, 32) * 4

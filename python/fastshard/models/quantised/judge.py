@@ -1,5 +1,4 @@
-"""The check that every quantised weight is complete and agrees with the config, by names, dtypes and
-shapes."""
+"""The check that every quantised weight is complete and matches the config, by names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ __all__ = ["CODES", "Weight", "check_weights"]
 
 Tensors = Mapping[str, Stored]
 _NUMBERS = compile_when_used(r"(?<=\.)\d+(?=\.)")
-#: Most findings of one kind.
+#: Maximum number of findings of one kind.
 _MOST_NAMED = 20
-#: Dtypes in which no plain weight is stored.
+#: Dtypes that unquantised weights do not have.
 CODES = F8 | {"F8_E8M0", "U8", "I8", "I32", "U32"}
-#: Names that belong to other things too.
+#: Suffixes that other tensors have too.
 _AMBIGUOUS = (".scale", ".scales", "_scales")
 _COPY = "copy the file that holds it from the original checkpoint"
 
@@ -75,7 +74,7 @@ def check_weights(config: QuantisationConfig | None, tensors: Tensors) -> tuple[
 
 
 def _wanting(form: Form, tensors: Tensors) -> Form:
-    """Return a form without the companions that the complete model lacks."""
+    """Return a form without the companions that the entire model lacks."""
     companions = tuple(
         replace(
             one,
@@ -88,12 +87,12 @@ def _wanting(form: Form, tensors: Tensors) -> Form:
 
 
 def _is_of_codes(tensor: tuple[str, tuple[int, ...]]) -> bool:
-    """Return True for a dtype that no plain weight has: in any form, it is quantised."""
+    """Return True for a dtype that no unquantised weight has."""
     return tensor[0] in CODES and len(tensor[1]) >= 2
 
 
 def _forms_of(name: str, dtype: str, forms: Iterable[Form]) -> list[Form]:
-    """Return the forms whose codes a tensor may be: several if a config's expression is undecidable."""
+    """Return the forms whose codes a tensor may be; several if an expression in the config is undecidable."""
     named = ((form, form.module(name)) for form in forms if dtype in form.dtypes)
     return [form for form, module in named if module is not None and form.takes(module)]
 
@@ -106,7 +105,7 @@ def _companions(
     tensors: Tensors,
     spelled: Callable[[Companion], str],
 ) -> tuple[list[Finding], dict[str, str]]:
-    """Report problems with the companions of a weight, and return the names of those that exist."""
+    """Report problems with the companions of a weight, and return the names of the companions that exist."""
     found: list[Finding] = []
     there: dict[str, str] = {}
     for one in form.companions:
@@ -152,7 +151,7 @@ def _companions(
 
 
 def _spelling(tensors: Tensors) -> Callable[[Companion], str]:
-    """Return the suffix of a companion's name in a checkpoint."""
+    """Return the suffix that a checkpoint uses for a companion."""
 
     @functools.cache
     def is_used(suffix: str) -> bool:
@@ -180,7 +179,7 @@ def _misfit(
     shape: tuple[int, ...],
     fitting: list[tuple[int, ...]],
 ) -> Finding:
-    """Report companions of another shape, with the possible cause."""
+    """Report companions with a wrong shape, and the possible cause."""
     usual = fitting[0] if fitting else ()
     why = ""
     if len(shape) >= 2 and (*shape[:-2], shape[-1], shape[-2]) in fitting:
@@ -211,7 +210,7 @@ def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
 def _orphans(
     forms: Iterable[Form], tensors: Tensors, taken: set[str], may_be_plain: bool
 ) -> Iterator[Finding]:
-    """Yield findings for companions of weights that are missing, or stored without quantisation."""
+    """Yield findings for companions whose weights are missing, or stored unquantised."""
     suffixes = {
         suffix: (form, one)
         for form in forms
@@ -293,7 +292,9 @@ def _none_at_all(config: QuantisationConfig) -> Finding:
 def _uneven(
     config: QuantisationConfig, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
 ) -> Iterator[Finding]:
-    """Yield findings for plain modules that most layers or experts quantise, if no list names them."""
+    """Yield findings for unquantised modules that are quantised in most layers or experts, unless a list
+    names them.
+    """
     by_role: dict[str, list[str]] = defaultdict(list)
     for module in weights:
         by_role[_NUMBERS.sub("{}", f"{module}.")].append(module)
@@ -330,15 +331,17 @@ def _uneven(
 
 
 def _is_alike(shape: tuple[int, ...], others: Iterable[Weight]) -> bool:
-    """Return False for a weight whose shape differs from all of the others.
+    """Return False for a weight whose shape differs from all others.
 
-    If codes are packed, the shape is unknown.
+    The shape is unknown if codes are packed.
     """
     return any(one.form.dtypes.isdisjoint(F8) or one.sizes.shape == shape for one in others)
 
 
 def _unstated(tensors: Tensors) -> Iterator[Finding]:
-    """Yield a finding for the first weight that only a quantised model has, if no config says so."""
+    """Yield a finding for the first weight that occurs only in quantised models, if no config states a
+    quantisation.
+    """
     forms = [
         (called, form)
         for module in dict.fromkeys(KNOWN.values())
@@ -376,12 +379,12 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
 
 
 def _has(base: str, one: Companion, tensors: Tensors) -> bool:
-    """Return True for a companion with the right dtype: other tensors may have the same names."""
+    """Return True if a companion exists with the right dtype, since other tensors may have the same name."""
     return any(tensors.get(f"{base}{suffix}", ("", ()))[0] in one.dtypes for suffix in one.suffixes)
 
 
 def _first(found: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the findings, limited to a readable number of each kind."""
+    """Yield the findings, limited to a readable number per kind."""
     counts: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in found:
         counts[finding.code, _NUMBERS.sub("{}", finding.tensor or "")].append(finding)

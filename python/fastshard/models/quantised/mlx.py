@@ -1,4 +1,4 @@
-"""MLX: words of 32 bits with codes of a row, and scales of groups.
+"""MLX: 32-bit words with codes of a row, and one scale per group.
 
 source: mlx 0.30 nn/layers/quantized.py, mlx-lm utils.py
 """
@@ -15,18 +15,18 @@ from .settings import Settings
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("mlx",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
-#: The least and the most bits of a code.
+#: Minimum and maximum bits of a code.
 _BITS = (2, 8)
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """List the forms: integers have scales and biases, small floats (mxfp4, nvfp4, mxfp8) have no biases.
+    """List the forms: integers have scales and biases, small floats (mxfp4, nvfp4, mxfp8) have only scales.
 
-    The number of bits may differ by module.
+    The number of bits may differ between modules.
     """
     settings = Settings(config)
     for one in (settings, *settings.each()):
@@ -49,10 +49,10 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _words(shape: tuple[int, ...]) -> Sizes | None:
-    """Return the rows; the config states how many columns a word holds, module by module."""
+    """Return the rows; the number of columns per word depends on the config, by module."""
     return Sizes(shape[:-2], shape[-2], shape[-1]) if len(shape) >= 2 else None
 
 
 def _fits(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return True if words hold 4 to 16 codes of a row."""
+    """Return True if words contain 4 to 16 codes of a row."""
     return shape[:-1] == sizes.shape[:-1] and 4 * sizes.columns <= shape[-1] <= 16 * sizes.columns

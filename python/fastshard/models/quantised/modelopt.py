@@ -44,16 +44,16 @@ from .values import (
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("modelopt",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {
     "{} of ModelOpt": {"quant_algo": "NVFP4"},
     "4 bit AWQ of ModelOpt": {"quant_algo": "W4A16_AWQ"},
 }
 _U8 = frozenset(("U8",))
 _INPUT = Companion("input scale", (".input_scale",), FLOATS, one, required=False)
-#: What changes the model beside the weight: factors of what goes into the layer, and a part of the weight
-#: that is kept apart.
+#: Companions that change the model's computation: factors of the layer's input, and a part of the weight that
+#: is stored separately.
 _BEFORE = (
     Companion("pre_quant_scale", (".pre_quant_scale",), FLOATS, lambda s: [(s.columns,)], required=False),
     Companion("svdquant_lora_a", (".svdquant_lora_a",), FLOATS, None, required=False),
@@ -86,9 +86,9 @@ def _one_of(names: set[str]) -> Callable[[str], bool]:
 
 
 def _group_size(algorithm: str, settings: Settings) -> int | None:
-    """Read the columns of a group; None if nothing is stated.
+    """Read the number of columns per group; None if it is not stated.
 
-    Without groups, 0 or -1 may be stated.
+    For no groups, 0 or -1 may be stated.
 
     Raises:
         ImpossibleSettingError: for another size.
@@ -98,7 +98,7 @@ def _group_size(algorithm: str, settings: Settings) -> int | None:
 
 
 def _in_groups(algorithm: str, settings: Settings) -> int | None:
-    """Return the size of groups as the copy in config.json states it."""
+    """Return the group size that the copy in config.json states."""
     groups_ = settings.below("config_groups")
     for group in groups_.each() if groups_ is not None else ():
         if (weights := group.below("weights")) is not None and "group_size" in weights.values:
@@ -107,7 +107,7 @@ def _in_groups(algorithm: str, settings: Settings) -> int | None:
 
 
 def _algorithm(settings: Settings) -> str:
-    """Read the name of an algorithm; empty if nothing is stated.
+    """Read the name of an algorithm; empty if it is not stated.
 
     Raises:
         ImpossibleSettingError: if it is not text.
@@ -187,7 +187,7 @@ def _of(algorithm: str, size: int | None, takes: Callable[[str], bool]) -> list[
 
 
 def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
-    """Compute the product in the wanted dtype, with scales rounded to it first.
+    """Compute the product in the requested dtype, after rounding the scales to it.
 
     source: ModelOpt 0.47 export/quant_utils.py
     """
@@ -207,7 +207,7 @@ def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
-    """Compute the product of code and both scales in float32.
+    """Compute the product of the code and both scales in float32.
 
     source: ModelOpt 0.47 torch/quantization/qtensor/nvfp4_tensor.py
     """
@@ -227,7 +227,7 @@ def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _awq(size: int, weight: Weight, access: ValueAccess) -> Values:
-    """Decode integers of two rows in a byte. source: ModelOpt 0.47 torch/export/quant_utils.py"""
+    """Decode bytes that contain integers of two rows. source: ModelOpt 0.47 torch/export/quant_utils.py"""
     _refuse_before(weight)
     sizes = weight.sizes
     name, _, shape = weight.of("scales")

@@ -1,4 +1,4 @@
-"""Experts in MXFP4, as gpt-oss has them.
+"""Experts in MXFP4, as in gpt-oss.
 
 source: transformers 5.24 integrations/mxfp4.py
 """
@@ -15,13 +15,13 @@ from .values import E2M1, NIBBLES, Coded, ValueAccess, Values, powers, view
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("mxfp4",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
-#: `{}` is the kind.
+#: Configs whose forms can be recognised by names and dtypes alone, if no config states anything; by the name
+#: for messages, in which `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """List the form: blocks of 32 elements in 16 bytes, with a power of two for each."""
+    """List the form: blocks of 32 elements in 16 bytes, with one power of two each."""
     del config
     scales = Companion(
         "scales", ("_scales",), frozenset(("U8", "F8_E8M0")), lambda s: [(*s.lead, s.rows, s.columns // 32)]
@@ -30,7 +30,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
-    """Multiply three-bit numbers by powers of two, exactly, and transpose.
+    """Multiply codes of three bits and a sign by powers of two, exactly, and transpose.
 
     source: transformers 5.24 integrations/mxfp4.py
     """
@@ -45,9 +45,9 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _turned(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return True if a shape is that of the weight with its last two dimensions transposed.
+    """Return True if a shape is the weight's shape with its last two dimensions transposed.
 
-    The weight has the transposed shape once it is dequantised.
+    Dequantised weights have this transposed shape.
     """
     return (*shape[:-2], *shape[:-3:-1]) == sizes.shape
 

@@ -1,4 +1,4 @@
-"""The quantisation of a model as config.json or a quantiser's own file states it."""
+"""The quantisation of a model, as config.json or a quantiser's own file states it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .forms import Form, ListedModules
 
 __all__ = ["KNOWN", "QuantisationConfig", "find_in_configs", "find_in_files"]
 
-#: Modules that know forms, by ``quant_method``.
+#: Modules that support forms, by ``quant_method``.
 KNOWN = {
     method: module
     for module in (bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4, mlx)
     for method in module.methods
 }
-#: Keys that list modules which are left as they are.
+#: Keys that list unquantised modules.
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
-#: Methods that quantise plain weights when they are loaded, so that a config says nothing of what is stored.
+#: Methods that quantise weights on loading, so that a config does not describe the stored weights.
 _ON_LOADING = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "fbgemm_fp8", "comfyui", "mlx")
-#: Groups of compressed-tensors at most: each is held against each weight.
+#: Maximum number of compressed-tensors groups, because each one is compared with each weight.
 _MOST_GROUPS = 512
-#: The key under which MLX says what it does; its copy under the keys of others names no method.
+#: The key under which MLX states its quantisation; its copy under other tools' keys names no method.
 _MLX = "quantization"
-#: The key of a header, and what tensors end with, by which ComfyUI says how it stores weights. source:
-#: ComfyUI comfy/quant_ops.py
+#: The header key, and the tensor suffixes, by which ComfyUI states how it stores weights. source: ComfyUI
+#: comfy/quant_ops.py
 _COMFYUI, _OF_COMFYUI = "_quantization_metadata", (".comfy_quant", "scaled_fp8")
 
 
@@ -41,12 +41,12 @@ class QuantisationConfig:
 
     method: str
     config: Mapping[str, Any]
-    #: Where it says so: ``config.json``, or another file.
+    #: The file that states it: ``config.json`` or another one.
     file: str
 
     @functools.cached_property
     def _budget(self) -> PatternBudget:
-        """The work limit that its patterns share."""
+        """The work limit shared by its patterns."""
         return PatternBudget(self.file)
 
     @functools.cached_property
@@ -55,7 +55,7 @@ class QuantisationConfig:
 
     @property
     def forms(self) -> list[Form]:
-        """Its known forms.
+        """The forms that fastshard supports.
 
         Raises:
             FastshardError: ``FS514`` for more groups than any tool writes.
@@ -80,7 +80,7 @@ class QuantisationConfig:
 
     @property
     def skipped(self) -> list[str] | None:
-        """Modules that it lists as unquantised; None without such a list."""
+        """The modules listed as unquantised; None without such a list."""
         found = [self.config[key] for key in _SKIPPED if isinstance(self.config.get(key), list)]
         rules = self.config.get("dynamic")
         if isinstance(rules, Mapping):
@@ -89,17 +89,19 @@ class QuantisationConfig:
         return [one for entries in found for one in entries] if found else None
 
     def skips(self, module: str) -> bool:
-        """Return True for a module that the list names."""
+        """Return True if the list contains a module."""
         return self._skipped_modules.names(module)
 
     @property
     def is_of_what_is_stored(self) -> bool:
-        """False for methods that also take plain weights, and for weights that were saved uncompressed."""
+        """True if the config describes the stored weights: False for methods that also load unquantised
+        weights, and for weights saved uncompressed.
+        """
         return self.method not in _ON_LOADING and not self.is_before_compression
 
     @property
     def is_before_compression(self) -> bool:
-        """True if compressed-tensors states that weights may be plain despite their scales."""
+        """True if compressed-tensors states that weights may be unquantised although they have scales."""
         return self.config.get("quantization_status") in (
             "initialized",
             "calibration",
@@ -115,7 +117,7 @@ def find_in_configs(
 
     Args:
         config: content of config.json.
-        beside: contents of further files, by name.
+        beside: contents of other files, by name.
     """
     for part in _parts(config or {}):
         for key in (*QUANTISED, _MLX):
@@ -164,7 +166,7 @@ def _method(content: Mapping[str, Any], file: str = "") -> str | None:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a config, and the configs of its parts."""
+    """Yield a config and the configs of its parts."""
     yield config
     for inner in config.values():
         if isinstance(inner, Mapping) and "quant_method" not in inner:

@@ -1,4 +1,4 @@
-"""Settings of a quantiser, each read in one way, in a config or in a record next to the codes."""
+"""A quantiser's settings in a config or in a record next to the codes; each type has one reader."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...common.regex import compile_when_used
 
 __all__ = ["ImpossibleSettingError", "Settings"]
 
-#: The largest extent, count or size: kernels count elements of a row in 31 bits.
+#: The largest extent, count or size: kernels index elements of a row with 31 bits.
 LARGEST = (1 << 31) - 1
-#: The largest number that float32 holds.
+#: The largest float32 number.
 _FLOAT32 = (2 - 2**-23) * 2.0**127
-#: Extents of a block as a text: ``128x128``.
+#: Extents of a block as text: ``128x128``.
 _AS_TEXT = compile_when_used(r"[0-9]{1,9}x[0-9]{1,9}")
 _MISSING = "missing"
 
 
 class ImpossibleSettingError(Exception):
-    """A setting that gives codes no value: its key, its possible values, and its value."""
+    """A setting for which codes have no values: its key, the possible values, and the stated value."""
 
     def __init__(self, key: str, expected: str, got: str) -> None:
         super().__init__(f"{key}: expected {expected}, got {got}")
@@ -31,16 +31,16 @@ class ImpossibleSettingError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings by key; a reader refuses impossible values and does not reinterpret any."""
+    """Settings by key. The readers refuse impossible values and do not convert any."""
 
     values: Mapping[str, Any]
-    #: Where they stand: ``config_groups.group_0.weights.``
+    #: Prefix of the keys: ``config_groups.group_0.weights.``
     path: str = ""
 
     def integer(
         self, key: str, low: int = 1, high: int = LARGEST, *, default: int | None = None, besides: str = ""
     ) -> int | None:
-        """Read an integer; the default if nothing is stated, or null.
+        """Read an integer; return the default if it is missing or null.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -54,10 +54,10 @@ class Settings:
         return int(value)
 
     def required(self, key: str, low: int = 1, high: int = LARGEST) -> int:
-        """Read an integer that must be stated.
+        """Read a required integer.
 
         Raises:
-            ImpossibleSettingError: for another value, and if nothing is stated.
+            ImpossibleSettingError: for another value, and if it is missing.
         """
         value = self.integer(key, low, high)
         if value is None:
@@ -65,10 +65,10 @@ class Settings:
         return value
 
     def group_size(self, key: str, default: int) -> int:
-        """Read the number of columns in a group; -1 stands for all.
+        """Read the number of columns in a group; -1 stands for all columns.
 
         Raises:
-            ImpossibleSettingError: for another value, null among them.
+            ImpossibleSettingError: for another value, including null.
         """
         if key in self.values and self.values[key] == -1 and type(self.values[key]) is int:
             return -1
@@ -77,7 +77,7 @@ class Settings:
         return self.integer(key, default=default, besides=", or -1 for one group") or default
 
     def number(self, key: str) -> float:
-        """Read a non-negative number that float32 can represent and that must be stated.
+        """Read a required non-negative number within the range of float32.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -89,7 +89,7 @@ class Settings:
         return float(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Read a choice; the default if nothing is stated, or null.
+        """Read a boolean; return the default if it is missing or null.
 
         Raises:
             ImpossibleSettingError: for a value that is neither true nor false.
@@ -102,7 +102,7 @@ class Settings:
     def word(
         self, key: str, words: Sequence[str], *, default: str | None = None, any_case: bool = False
     ) -> str | None:
-        """Read one of some words; the default if nothing is stated, or null.
+        """Read one of several words; return the default if it is missing or null.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -116,7 +116,7 @@ class Settings:
         return found
 
     def extents(self, key: str) -> tuple[int, int] | None:
-        """Read rows and columns of a block, as a list or as ``128x128``; None if nothing is stated, or null.
+        """Read rows and columns of a block, as a list or as ``128x128``; None if missing or null.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -135,7 +135,7 @@ class Settings:
         return value[0], value[1]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Read a required shape: a list of integers of zero or above.
+        """Read a required shape: a list of non-negative integers.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -148,7 +148,7 @@ class Settings:
         return tuple(value)
 
     def below(self, key: str) -> Settings | None:
-        """Read settings below a key; None if nothing is stated, or null.
+        """Read the settings below a key; None if missing or null.
 
         Raises:
             ImpossibleSettingError: if it is not an object.
@@ -161,7 +161,7 @@ class Settings:
         return Settings(value, f"{self.path}{key}.")
 
     def each(self) -> Iterator[Settings]:
-        """Yield the objects among the values."""
+        """Yield the values that are objects."""
         for key, value in self.values.items():
             if isinstance(value, Mapping):
                 yield Settings(value, f"{self.path}{key}.")
@@ -178,7 +178,7 @@ def _is_integer(value: object, low: int, high: int) -> bool:
 
 
 def _as_json(value: object) -> str:
-    """Format a value as its file has it, at most one line long."""
+    """Format a value as JSON, shortened to one line."""
     if isinstance(value, list) and len(value) <= 8 and all(not isinstance(n, (list, dict)) for n in value):
         return f"[{', '.join(map(_as_json, value))}]"
     if isinstance(value, float) and not math.isfinite(value):

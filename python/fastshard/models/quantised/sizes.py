@@ -1,4 +1,4 @@
-"""Extents of weights, and of the blocks that divide them."""
+"""Extents of weights, and of the blocks into which they are divided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Stored = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The extents of a weight without its form: leading ones (experts), rows, columns."""
+    """The extents of a weight without its form: leading extents (experts), rows, columns."""
 
     lead: tuple[int, ...]
     rows: int
@@ -27,17 +27,17 @@ class Sizes:
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """The extents with the leading ones as one."""
+        """The extents, with the leading ones merged into one."""
         return math.prod(self.lead), self.rows, self.columns
 
 
 def ceil_div(n: int, by: int) -> int:
-    """Return the number of blocks of a length in an extent, the last of which may be short."""
+    """Return the number of blocks of a given length in an extent; the last one may be shorter."""
     return -(-n // by) if by > 0 else 0
 
 
 def each_channel(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return the shapes of one value for each output channel of a convolution; none for a matrix."""
+    """Return the shapes for one value per output channel of a convolution; none for a matrix."""
     if not sizes.lead:
         return []
     channels = sizes.lead[0]

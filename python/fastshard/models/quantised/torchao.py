@@ -1,4 +1,4 @@
-"""torchao: tensor subclasses, whose parts the header of a file describes.
+"""torchao: tensor subclasses, whose parts a file's header describes.
 
 source: torchao 0.18 prototype/safetensors
 """
@@ -16,9 +16,9 @@ from .sizes import Stored
 
 __all__ = ["NAMES", "Record", "find_impossible", "is_of_torchao", "missing", "records_of", "without_header"]
 
-#: The key under which a header lists what it describes.
+#: The header key that lists the described tensors.
 NAMES = "tensor_names"
-#: What the names of parts that hold codes end with.
+#: Suffix of the parts that contain codes.
 _CODES = "_qdata"
 
 
@@ -26,26 +26,26 @@ _CODES = "_qdata"
 class Record:
     """The description of a tensor in a header."""
 
-    #: As it stands there.
+    #: The text in the header.
     text: str
     fields: Mapping[str, Any]
-    #: The tensors in the files that a subclass is made of; none for a plain tensor. A header has plain ones
-    #: that no file has: tied weights, and names in memory. source: transformers 5.24 save_pretrained
+    #: The stored tensors that make up a subclass; empty for a plain tensor. A header may also list plain
+    #: tensors that no file contains: tied weights, and names in memory. source: transformers 5.24
+    #: save_pretrained
     parts: tuple[str, ...]
 
 
 def is_of_torchao(header: Any) -> bool:
-    """Return True for the metadata of a safetensors file that describes tensors of torchao."""
+    """Return True for the metadata of a safetensors file that describes torchao tensors."""
     if not isinstance(header, Mapping) or NAMES not in header:
         return False
     return any("_tensor_data_names" in _read_record(name, text) for name, text in header.items())
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
-    """Return the descriptions in the headers of all files, by tensor name, and report faults in them.
+    """Return the descriptions in the headers of all files, by tensor name, and report problems with them.
 
-    Faults are headers that contradict each other, impossible values, and tensors that are listed but not
-    described.
+    Problems are contradictory headers, impossible values, and tensors that are listed but not described.
     """
     found: dict[str, Record] = {}
     listed: dict[str, None] = {}
@@ -96,7 +96,7 @@ def find_impossible(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _check_numbers(content: Mapping[str, Any]) -> None:
-    """Check the sizes and the names of parts in a tensor's record.
+    """Check the sizes and the part names in a tensor's record.
 
     Raises:
         ImpossibleSettingError: for impossible values.
@@ -110,7 +110,7 @@ def _check_numbers(content: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(settings: Settings) -> None:
-    """Check sizes of groups and blocks: an integer, or one for each dimension.
+    """Check the sizes of groups and blocks: an integer, or one integer per dimension.
 
     source: torchao 0.18 quantization/
 
@@ -142,7 +142,7 @@ def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
 def missing(
     records: Mapping[str, Record], names: Collection[str], lost: Collection[str]
 ) -> Iterator[Finding]:
-    """Yield findings for parts that headers require and no file has, except those ``lost`` with a file."""
+    """Yield findings for parts that headers require and no file contains, unless ``lost`` with a file."""
     for name, record in records.items():
         for part in record.parts:
             if part not in names and part not in lost:
@@ -155,7 +155,7 @@ def missing(
 
 
 def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
-    """Report the first codes of torchao, with their scales, in files whose headers describe none."""
+    """Report the first torchao codes with scales in files whose headers do not describe any."""
     for name, (dtype, _) in tensors.items():
         base = name.removesuffix(_CODES)
         if base == name or not base.rpartition(".")[2].startswith("_") or dtype[0] == "B":
@@ -191,7 +191,7 @@ def _read_record(name: str, text: object) -> dict[str, Any]:
 
 
 def _parts(name: str, fields: Mapping[str, Any]) -> list[str]:
-    """Return the tensors in a file that make up one tensor of torchao."""
+    """Return the stored tensors that make up one torchao tensor."""
     parts = fields.get("_tensor_data_names")
     if not isinstance(parts, list):
         return []

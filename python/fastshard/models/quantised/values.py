@@ -1,8 +1,8 @@
 """The computation of values from a weight's codes, in the terms of the core's decoder.
 
 The value of an element is ``(number of its code - zero point) * scale + term``. All tensors in the formula
-are viewed with three extents: leading ones as one, rows, columns. They are in the order of the codes, which
-may be transposed.
+are viewed with three extents: merged leading ones, rows, columns. They have the order of the codes, which may
+be transposed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
     "view",
 ]
 
-#: What the core takes.
+#: A description in the core's form.
 Document = Mapping[str, object]
-#: Codes that are floats of 4 bits, and two codes of a row in a byte.
+#: 4-bit float codes, two adjacent codes of a row per byte.
 E2M1: Document = {"e2m1": {"negative_zero": True}}
 NIBBLES: Document = {"row": {"bits": 4}}
 #: Rows and columns of a block.
@@ -42,11 +42,11 @@ Block = tuple[int, int]
 
 
 class NoValuesError(Exception):
-    """A weight whose values are not computed here; the message gives the reason."""
+    """A weight whose values fastshard does not compute; the message gives the reason."""
 
 
 class DamagedError(NoValuesError):
-    """A weight without values, here or elsewhere: a record or a table of its codes is damaged."""
+    """A weight whose values nobody can compute, because a record or a table of its codes is damaged."""
 
     def __init__(
         self, message: str, *, tensor: str, expected: str, got: str, code: str = codes.CONFIG_DISAGREES
@@ -65,15 +65,15 @@ class DamagedError(NoValuesError):
 
 @dataclass(frozen=True)
 class ValueAccess:
-    """A decoder's access to the stored values, and the dtype that is wanted."""
+    """A decoder's access to stored values, and the requested dtype."""
 
-    #: The dtype that is wanted: ``BF16``.
+    #: The requested dtype: ``BF16``.
     dtype: str
-    #: Bytes of a tensor: its name, where they begin, and how many.
+    #: Reads bytes of a tensor: its name, the offset, and the number of bytes.
     read: Callable[[str, int, int], bytes]
-    #: Whether to look at values that names and shapes tell nothing of.
+    #: Whether to read values for checks that names and shapes do not allow.
     looks: bool = True
-    #: Whether to look for what readers of one form differ in.
+    #: Whether to check for points on which readers of one form differ.
     compares_readers: bool = True
 
 
@@ -89,23 +89,23 @@ class Coded:
     zero: Document | None = None
     scales: Sequence[Document] = ()
     groups: Document | None = None
-    #: What the product of number and scale is rounded to, as the reference does.
+    #: The dtype to which the product of number and scale is rounded, as in the reference.
     rounded: str = "F32"
     term: float = 0.0
 
     def document(self) -> Document:
-        """Return the form that the core takes."""
+        """Return the description in the core's form."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor of values: its name without the module's, its shape, and its computation."""
+    """A tensor of values: its name within the module, its shape, and its computation."""
 
     suffix: str
     shape: tuple[int, ...]
     coded: Coded
-    #: What is to be known of it, if anything is.
+    #: Notes for the user about the values, if any.
     open_points: tuple[str, ...] = ()
 
 
@@ -115,32 +115,33 @@ def view(name: str, shape: Sequence[int], dtype: str | None = None) -> Document:
 
 
 def operand(name: str, shape: Sequence[int], coded: Coded) -> Document:
-    """Describe a tensor that is coded itself."""
+    """Describe a tensor that is itself coded."""
     return {"name": name, "shape": list(shape), "coded": coded.document()}
 
 
 def scale(of: Document, block: Sequence[int], *, divides: bool = False, rounded: str = "F32") -> Document:
-    """Describe a factor of each block."""
+    """Describe a factor per block."""
     return {"grid": {"of": of, "block": list(block)}, "divides": divides, "rounded": rounded}
 
 
 def scale_of_all(
     of: str, shape: Sequence[int], sizes: Sizes, *, divides: bool = False, rounded: str = "F32"
 ) -> Document:
-    """Describe a factor of the full weight, or of each matrix of a stack."""
+    """Describe one factor for the full weight, or for each matrix of a stack."""
     count, (lead, rows, columns) = math.prod(shape), sizes.matrices
     block = [max(1, lead) if count == 1 else 1, rows, columns]
     return scale(view(of, [count, 1, 1]), block, divides=divides, rounded=rounded)
 
 
 def powers(of: str, sizes: Sizes) -> Document:
-    """Describe a power of two for each 32 elements of a row."""
+    """Describe a power of two per 32 elements of a row."""
     lead, rows, columns = sizes.matrices
     return scale(view(of, [lead, rows, ceil_div(columns, 32)], "F8_E8M0"), [1, 1, 32])
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
-    """Return the block and the grid of scales of this shape: the first candidate that fits, or one for all.
+    """Return the block and the grid for scales of a given shape: the first candidate that fits, or one scale
+    for all.
 
     Raises:
         NoValuesError: if no candidate fits.
@@ -158,7 +159,7 @@ def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -
 
 
 def _spelled(lead: tuple[int, ...], high: int, wide: int) -> list[tuple[int, ...]]:
-    """Return the shapes in which a grid may be stored."""
+    """Return the possible stored shapes of a grid."""
     found = [(*lead, high, wide), (*lead, high, 1, wide, 1)]
     found += [(*lead, high)] if wide == 1 else []
     return found + ([lead, (*lead, 1)] if high == wide == 1 else [])
