@@ -1,5 +1,5 @@
-"""Sources: the framework that wrote a checkpoint's files, and the place of each tensor in them.
+"""Sources: which framework wrote a checkpoint's files, and where each tensor is stored in them.
 
-:mod:`fastshard.models` describes what a model computes. A source only declares; it reads no tensor and
-computes nothing.
+:mod:`fastshard.models` describes what a model computes. A source only makes declarations; it does not read
+tensors or compute values.
 """

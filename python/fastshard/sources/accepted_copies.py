@@ -1,4 +1,4 @@
-"""Copies that a user declares intentional: warnings, which the manifest records."""
+"""Copies that the user declares intentional. They become warnings, which the manifest records."""
 
 from __future__ import annotations
 

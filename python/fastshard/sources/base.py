@@ -1,4 +1,4 @@
-"""The protocol of an adapter, which finds a checkpoint's files by their names and declares their contents."""
+"""The protocol of an adapter, which recognises a checkpoint's files by name and declares their contents."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ..layouts.declaration import Blocks, Source
 
 
 def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
-    """Return a key that distinguishes tensors without reading them: checksum and size of storage, and view.
+    """Return a key that identifies a tensor without reading it: the storage's checksum and size, and the
+    view.
 
-    ``torch.save`` keeps the full storage of a slice, so two ranks' files may hold the same storage and
+    ``torch.save`` stores a slice with its full storage, so two ranks' files may contain the same storage with
     different slices.
     """
     return (
@@ -43,11 +44,11 @@ class Contents:
         self._readable = readable
         # Not functools.cache: it would hold the catalog, and its open files, as long as the class lives.
         self._values: dict[int, Any] = {}
-        #: Files of which more values were asked for than are looked at.
+        #: Files with more requested values than the limit.
         self.cut: set[int] = set()
 
     def __call__(self, file: int) -> Any:
-        """Return the contents of a file that are not tensors; None for an unreadable file."""
+        """Return the non-tensor contents of a file; None for an unreadable file."""
         if file not in self._values:
             self._values[file] = None
             if self.readable(file):
@@ -59,17 +60,16 @@ class Contents:
     def readable(self, file: int) -> bool:
         """Return True if the file can be read.
 
-        An unreadable file already has a finding. For files that an adapter adds after these, the result is
-        False.
+        An unreadable file already has a finding. The result is False for files that an adapter adds later.
         """
         return file < len(self._readable) and self._readable[file] is not None
 
     def tensors(self, file: int) -> Sequence[_core.StoredTensor]:
-        """Return the tensors that a file lists, in its order; each is built on access."""
+        """Return the tensors of a file in its order; each one is built on access."""
         return self._catalog.tensors(file)
 
     def distributed(self, file: int) -> _core.Distributed:
-        """Return the tensors of which the file stores only one rank's part, and the meshes.
+        """Return the tensors of which the file contains only one rank's part, and the meshes.
 
         Both are empty for an unreadable file.
         """
@@ -78,7 +78,7 @@ class Contents:
         return self._catalog.distributed(file)
 
     def partial(self, file: int) -> str | None:
-        """Return the first tensor of which a file stores only one rank's part.
+        """Return the first tensor of which a file contains only one rank's part.
 
         None if all its tensors are full, or if the file cannot be read.
         """
@@ -86,12 +86,12 @@ class Contents:
         return None if opened is None else opened["partial"]
 
     def archive(self, file: int) -> str | None:
-        """Return the name that the archive was given when it was saved; None for other files."""
+        """Return the name of the archive when it was saved; None for other files."""
         opened = self._readable[file]
         return None if opened is None else opened["archive"]
 
     def listed(self, file: int) -> list[str]:
-        """Return the names of a file's tensors, in its order."""
+        """Return the names of a file's tensors in its order."""
         return self._catalog.names(file)
 
     def names(self) -> set[str]:
@@ -116,7 +116,8 @@ class Contents:
             raise from_core(error) from None
 
     def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
-        """Return an object that the file stores as bytes, as plain data: ``values`` and ``tensors``.
+        """Return an object that the file stores as bytes, converted to plain data: ``values`` and
+        ``tensors``.
 
         Raises:
             FastshardError: if it is malformed or too large.
@@ -128,7 +129,7 @@ class Contents:
 
 
 def checked_accept(what: Iterable[str]) -> frozenset[str]:
-    """Check the words that ``accept`` was given, and return them as a set.
+    """Check the words passed as ``accept``, and return them as a set.
 
     Raises:
         FastshardError: ``FS515`` for an unknown word.
@@ -150,70 +151,71 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a caller for reading a source."""
+    """The caller's options for reading a source."""
 
     step: str | None = None
-    #: Name below which the model lies.
+    #: Name below which the model is stored.
     prefix: str | None = None
     config: dict[str, Any] | None = None
     config_path: str | None = None
     accept: frozenset[str] = frozenset()
     layout: str | None = None
-    #: Config of a reference, for a checkpoint that has none, and its file.
+    #: Config of a reference and its file, for a checkpoint without a config.
     reference_config: tuple[dict[str, Any], Path] | None = None
-    #: All that was given, by the names of the options.
+    #: All options that were given, by name.
     given: OpenOptions = field(default_factory=OpenOptions)
 
     @property
     def override_config(self) -> dict[str, Any] | None:
-        """The config of ``--config``; None where a reference gives one."""
+        """The config of ``--config``; None if a reference provides the config."""
         return None if self.given.get("config") is None else self.config
 
     @property
     def vocab_size(self) -> int | None:
-        """The true size of the vocabulary."""
+        """The vocabulary size without padding."""
         return self.given.get("vocab_size")
 
 
-#: What one adapter learns from names: a frozen record that the adapter, or a container it reads, defines.
+#: The information that an adapter derives from names: a frozen record, defined by the adapter or by a
+#: container that it reads.
 Seen = TypeVar("Seen")
 _Seen_co = TypeVar("_Seen_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class Found(Generic[_Seen_co]):
-    """Files that an adapter recognised by their names."""
+    """Files that an adapter recognised by name."""
 
     adapter: Adapter[Any]
     framework: str
-    #: Files whose headers are to be read, in order.
+    #: Files whose headers will be read, in order.
     files: Sequence[File]
-    #: What :meth:`Adapter.declare` needs to know of them.
+    #: Information about the files that :meth:`Adapter.declare` needs.
     seen: _Seen_co
-    #: Folder of the checkpoint, below the root that holds it.
+    #: Folder of the checkpoint, relative to its root directory.
     folder: str = ""
-    #: What the names alone say is wrong.
+    #: Findings derived from names alone.
     findings: Sequence[Finding] = ()
     step: str | None = None
-    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted,
-    #: and if it is a Zstandard stream.
+    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each requested
+    #: record, and whether it is a Zstandard stream.
     records: Mapping[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
-    #: True if the adapter knows what to do with tensors of which a file holds a part.
+    #: True if the adapter supports files that contain parts of tensors.
     reads_parts: bool = False
-    #: Stores that files stand for (their anchors), by index in `files`.
+    #: Stores that files represent (their anchors), by index in `files`.
     blocks: Mapping[int, Blocks] = field(default_factory=dict)
 
 
 class Adapter(Protocol[Seen]):
-    """An adapter, which recognises one framework's checkpoints and declares them."""
+    """An adapter, which recognises and declares the checkpoints of one framework."""
 
     name: str
 
     def detect(self, listing: Listing, options: Options) -> Found[Seen] | None:
-        """Find the files of a checkpoint of this framework by their names alone; None if there are none."""
+        """Find the files of a checkpoint of this framework by name alone; None if there are none."""
 
     def declare(self, found: Found[Seen], listing: Listing, values: Contents, options: Options) -> Source:
-        """Build the declaration from the headers of the files."""
+        """Build the declaration from the files' headers."""
 
 
 def as_list(value: Any) -> list[Any]:
@@ -227,10 +229,10 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def counted(text: str, file: File) -> int:
-    """Parse a rank, stage or layer number from a file's name.
+    """Parse a rank, stage or layer number in a file name.
 
     Raises:
-        FastshardError: ``FS106`` for a number that is higher than any run has.
+        FastshardError: ``FS106`` for a number higher than in any run.
     """
     number = int(text)
     if number > MAX_DEGREE:
@@ -245,15 +247,15 @@ def counted(text: str, file: File) -> int:
     return number
 
 
-#: Missing files that are named one by one; of more their runs are.
+#: Maximum number of missing files to name one by one; above it, ranges are named.
 _NAMED = 256
 
 
 def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
-    """List missing numbers from ``first`` to ``last`` as ranges (first, last); singly if they are few.
+    """List missing numbers from ``first`` to ``last`` as ranges (first, last), or singly if there are few.
 
-    The work grows with the count of the given numbers, not with their size, as a file's name may hold any
-    number.
+    The running time depends on how many numbers are given, not on their size, because a file name may contain
+    any number.
     """
     there = sorted({n for n in have if first <= n <= last})
     bounds = [first - 1, *there, last + 1]
@@ -263,7 +265,7 @@ def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]
     return runs
 
 
-#: Options that take the parameters where state of the optimizer is missing.
+#: Options that select the parameters if optimizer state is missing.
 PARAMETERS_ALONE = ("--weights params",)
 
 
@@ -278,12 +280,12 @@ def missing(
     count: int | None = None,
     run: Sequence[str] = (),
 ) -> Finding:
-    """Report a file that must exist and is missing, or a range of files.
+    """Report a missing file, or a range of missing files.
 
     Args:
         path: path of the file, or of the first file of a range.
         coords: the rank that wrote it, by dimension; for a range, the ranks.
-        why: the source that states that it must exist.
+        why: what requires it to exist.
         help: what to do.
         rank: the usual name of the rank, if ``coords`` names it differently.
         upto: name of the last file of a range.
@@ -301,5 +303,5 @@ def missing(
 
 
 def unexpected(path: str, why: str) -> Finding:
-    """Report a file that is not part of this checkpoint and was not read; ``why`` gives the evidence."""
+    """Report a file that is not part of this checkpoint and was not read; ``why`` states the evidence."""
     return Finding.of(codes.UNEXPECTED_FILE, why, file=path, help="move the file away if another run left it")

@@ -1,4 +1,4 @@
-"""Tensors that ranks store as boxes: the file of each rank names the rank's own boxes."""
+"""Tensors that ranks store as boxes; each rank's file describes the rank's own boxes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from math import prod
 from ..common.records import dataclass, field
 from ..layouts.declaration import Assembled
 
-#: First index, extent, file, and the tensor in it.
+#: First index, extent, file, and index of the tensor in the file.
 Piece = tuple[list[int], list[int], int, int]
 
 
 @dataclass
 class _Tensor:
-    #: Shape of the whole; None where no file states it, and it reaches as far as the boxes do.
+    #: Shape of the full tensor; None if no file states it, so that the boxes determine it.
     shape: list[int] | None
-    #: By place: those who hold it, in the order of the files.
+    #: By place: the files with the box, in file order.
     boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = field(default_factory=dict)
 
     def whole(self) -> list[int]:
@@ -32,7 +32,7 @@ class _Tensor:
 
 
 class Boxes:
-    """The boxes of all tensors, by name; a box in several files is a copy, for comparison."""
+    """The boxes of all tensors, by name. A box in several files is a copy, which is compared."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, _Tensor] = {}
@@ -45,12 +45,12 @@ class Boxes:
         return tensor.shape
 
     def add(self, name: str, lo: list[int], size: list[int], file: int, number: int) -> None:
-        """Add a box that a file stores as its tensor `number`."""
+        """Add a box that a file stores as its tensor number `number`."""
         tensor = self._tensors.setdefault(name, _Tensor(None))
         tensor.boxes.setdefault((tuple(lo), tuple(size)), []).append((file, number))
 
     def names(self) -> list[str]:
-        """Return all names, in the order of the files."""
+        """Return all names in file order."""
         return list(self._tensors)
 
     def shape(self, name: str) -> list[int]:
@@ -82,12 +82,12 @@ class Boxes:
                 yield name, list(lo), list(size), holders[0][0]
 
     def assembled(self, *, holes: bool = True) -> list[Assembled]:
-        """Return the tensors, and further copies of boxes that several ranks store.
+        """Return the tensors, and additional copies of boxes that several ranks store.
 
         Each copy is as complete as the first one.
 
         Args:
-            holes: whether to declare tensors that are not covered: the core reports them.
+            holes: whether to declare incompletely covered tensors, which the core reports.
         """
         sets: list[list[tuple[str, list[int], list[Piece]]]] = []
         for name, tensor in self._tensors.items():

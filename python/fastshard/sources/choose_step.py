@@ -1,8 +1,9 @@
-"""The choice among a run's steps, the same for every framework.
+"""The choice among a run's steps, common to all frameworks.
 
-The choice is the requested step, else the one that the tracker file names, else the newest by number. A newer
-step that cannot be used is never ignored silently: one under its final name is refused. One under a temporary
-name, or one newer than the tracker's step, is reported, since a run may be writing it now.
+The chosen step is the requested one, or the one that the tracker file names, or the one with the highest
+number. A newer step that cannot be used is never ignored silently: if it has its final name, it is refused.
+If it has a temporary name, or is newer than the tracker's step, it is reported, because a run may be writing
+it.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ from .step_trackers import (
     tracked,
 )
 
-#: Folders that trainers put beside the model's for the optimizer's state and other state of a run. source:
-#: accelerate utils/fsdp_utils.py (optimizer_0), NeMo Automodel components/checkpoint/checkpointing.py
+#: Folders next to the model's folder in which trainers store optimizer state and other state of a run.
+#: source: accelerate utils/fsdp_utils.py (optimizer_0), NeMo Automodel components/checkpoint/checkpointing.py
 #: (optim), verl utils/megatron_utils.py (optimizer, extra)
 _STATE = compile_when_used(r"^(?:optim(?:izer)?(?:_states?|_\d+)?|extra(?:_states?)?|rng|dataloader)$")
 
-#: The ``step`` that stands for the given folder itself.
+#: The value of ``step`` for the given folder itself.
 ITSELF = "."
 
 
 class SeveralModels(FastshardError):
-    """Several models are in one checkpoint, and nothing says which is meant."""
+    """The error for a checkpoint that contains several models, if nothing states which one to use."""
 
     def __init__(self, finding: Finding, *, steps: Sequence[str] = (), files: Sequence[str] = ()) -> None:
         super().__init__([finding])
-        #: The names by which ``--step`` chooses each.
+        #: The values of ``--step`` that select each model.
         self.steps = tuple(steps)
-        #: Single files below the first root, each of which may be given as CKPT.
+        #: Single files below the first root directory, each of which may be passed as CKPT.
         self.files = tuple(files)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The chosen step, and findings about the others."""
+    """The chosen step, and findings about the other steps."""
 
     name: str
     findings: list[Finding]
@@ -64,9 +65,9 @@ class Chosen:
 def by_folder(
     folders: Iterable[tuple[int, str]], any_name: bool = False
 ) -> tuple[dict[str, Step], dict[str, str]] | None:
-    """Return the steps of folders with one checkpoint each, and the folder of each step.
+    """Return the steps of folders that contain one checkpoint each, and the folder of each step.
 
-    None if nothing distinguishes them.
+    None if no part of the paths distinguishes the folders.
     """
     places = list(folders)
     paths = sorted({folder for _, folder in places})
@@ -90,17 +91,17 @@ def folder_of(
     trackers: tuple[str, ...] = (),
     holds_model: Callable[[str], bool] | None = None,
 ) -> tuple[str, Chosen, list[str]]:
-    """Choose the step's folder among folders with one checkpoint each.
+    """Choose the step's folder among folders that contain one checkpoint each.
 
-    Return it with the folders inside it that also have a checkpoint and are not steps.
+    Return it with the folders inside it that also contain a checkpoint and are not steps.
 
     Args:
-        listing: contents of the roots.
-        places: root and folder of each; at least one.
-        options: ``step`` and what is accepted.
+        listing: contents of the root directories.
+        places: root directory and folder of each one; at least one.
+        options: ``step`` and the accepted conditions.
         trackers: names of files that name a step.
-        holds_model: returns True for a folder whose files show that it holds a model, whatever its name
-            says; None if only names tell.
+        holds_model: returns True for a folder whose files show that it contains a model, whatever its name;
+            None to decide by names alone.
 
     Raises:
         FastshardError: as :func:`choose`; ``FS106`` for folders that are not steps of one run; ``FS501`` if
@@ -144,12 +145,12 @@ def folder_of(
 
 
 def holds_state(folder: str) -> bool:
-    """Return True if a folder's name, or one on its path below the step, says that it holds no model."""
+    """Return True if a folder's name, or a name on its path below the step, shows that it has no model."""
     return any(map(_STATE.match, split_at_step(folder)[1].split("/")))
 
 
 def _above_state(folder: str) -> str:
-    """Return the folder in which the state lies that a folder holds."""
+    """Return the folder that contains the state folder in a path."""
     above, below = split_at_step(folder)
     parts = below.split("/")
     at = next(d for d, part in enumerate(parts) if _STATE.match(part))
@@ -159,18 +160,18 @@ def _above_state(folder: str) -> str:
 def _take_one_model(
     places: list[tuple[int, str]], options: Options, named_by_file: bool
 ) -> tuple[list[tuple[int, str]], Options]:
-    """Take the folders of one model where a step holds several, such as ``actor`` and ``critic``.
+    """Select the folders of one model if a step contains several, such as ``actor`` and ``critic``.
 
     Args:
-        places: root and folder of each.
-        options: ``step`` may name a model, a step, or both: ``global_step_5/actor``.
+        places: root directory and folder of each one.
+        options: ``step`` may name a model, a step or both: ``global_step_5/actor``.
         named_by_file: whether a tracker file names a step.
 
     Returns:
         The folders of the model, and the options without its name.
 
     Raises:
-        SeveralModels: ``FS106`` if the caller chose none of them.
+        SeveralModels: ``FS106`` if the caller did not choose one.
     """
     split = {folder: split_at_step(folder) for _, folder in places}
     stepped = {bool(above) for above, _ in split.values()}
@@ -203,13 +204,13 @@ def _take_one_model(
 
 
 def _name_among(model: str, models: Sequence[str]) -> str:
-    """Return the first part of a model's path that no other has; the whole path if there is none."""
+    """Return the first part of a model's path that no other model has; the full path if there is none."""
     others = {part for other in models if other != model for part in other.split("/")}
     return next((part for part in model.split("/") if part not in others), model)
 
 
 def within_this(folders: Iterable[str]) -> list[Finding]:
-    """Report checkpoints inside the chosen folder, and as notes state of the run beside it."""
+    """Report checkpoints inside the chosen folder, and report run state next to it as notes."""
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
@@ -225,12 +226,12 @@ def within_this(folders: Iterable[str]) -> list[Finding]:
 
 
 def note_steps_within(folders: Iterable[str]) -> list[Finding]:
-    """Note that the model in the given folder itself is taken, where it holds steps too.
+    """Note that the model in the given folder is used although the folder also contains steps.
 
-    Trainers put the final model above the steps that they saved before.
+    Trainers store the final model above the steps that they saved before.
 
     Args:
-        folders: all folders that hold a model.
+        folders: all folders that contain a model.
     """
     steps = {folder.rpartition("/")[2] for folder in folders if is_step(folder.rpartition("/")[2])}
     if not steps:
@@ -254,12 +255,12 @@ def _below(folder: str, other: str) -> bool:
 def choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...] = ()
 ) -> Chosen:
-    """Choose the requested step, else the tracker's, else the newest.
+    """Choose the requested step, or the tracker's step, or the newest one.
 
     Args:
-        listing: contents of the roots.
-        steps: steps by the name that ``--step`` takes; at least one.
-        options: ``step`` and what is accepted.
+        listing: contents of the root directories.
+        steps: steps by their ``--step`` names; at least one.
+        options: ``step`` and the accepted conditions.
         trackers: names of files that name a step.
 
     Raises:
@@ -287,7 +288,7 @@ def choose(
 def _choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...]
 ) -> Chosen:
-    """Choose among steps that are side by side."""
+    """Choose among steps in the same folder."""
     if options.step is not None:
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
@@ -310,9 +311,9 @@ def _choose(
 
 
 def _marked(listing: Listing, steps: Mapping[str, Step]) -> Mapping[str, Step]:
-    """Mark steps under temporary names, or beside a file that says so, as unfinished.
+    """Mark steps as unfinished that have temporary names or a marker file next to them.
 
-    If there are no others, none is marked.
+    If all steps are like this, none is marked.
     """
     unfinished = {
         name
@@ -329,7 +330,7 @@ def _marked(listing: Listing, steps: Mapping[str, Step]) -> Mapping[str, Step]:
 
 
 def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
-    """Return steps that contain steps: ``checkpoint-500/global_step500``."""
+    """Return the steps that contain other steps: ``checkpoint-500/global_step500``."""
     places = {place for step in steps.values() for place in step.folders}
     parents = {(root, folder.rpartition("/")[0]) for root, folder in places}
     folders = {folder for _, folder in parents}
@@ -348,7 +349,7 @@ def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
 
 
 def _of_hosts(folders: Iterable[str]) -> bool:
-    """Return True if the same steps are in several folders side by side: ``node0/checkpoint-500``."""
+    """Return True if several sibling folders contain the same steps: ``node0/checkpoint-500``."""
     steps_by_host: dict[str, set[str]] = {}
     for folder in folders:
         above, _, step = folder.rpartition("/")
@@ -361,7 +362,7 @@ def _of_hosts(folders: Iterable[str]) -> bool:
 
 
 def no_steps(wanted: str) -> FastshardError:
-    """Build the error for a requested step of a checkpoint that has no steps."""
+    """Build the error for a request for a step of a checkpoint without steps."""
     return FastshardError.of(
         codes.NO_SUCH_PATH,
         f"there is no step {shown(wanted)}: this checkpoint has no steps",
@@ -393,10 +394,11 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
 
 
 def _newest(names: list[str]) -> str:
-    """Return the newest step by number.
+    """Return the step with the highest number.
 
     Raises:
-        FastshardError: ``FS106`` if there are several and none is numbered, or two have the same number.
+        FastshardError: ``FS106`` if there are several steps and none is numbered, or two have the same
+            number.
     """
     numbered = [n for n in names if numbers_of(n)]
     candidates = numbered or names
@@ -417,7 +419,7 @@ def _newest(names: list[str]) -> str:
 
 
 def _note_choice(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Finding]:
-    """Describe the choice among several steps."""
+    """Describe the choice, if there are several steps."""
     others = [n for n in steps if n != name]
     if not others:
         return []
@@ -497,9 +499,10 @@ def _later(
 def _beside(
     listing: Listing, step: Step, name: str, known: set[tuple[int, str]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield folders next to a step's folder that are named like newer steps and contain nothing recognised.
+    """Yield folders next to a step's folder whose names are those of newer steps but whose contents are not
+    recognised.
 
-    Each comes with its path, and whether its name is temporary.
+    Each one is returned with its path and whether its name is temporary.
     """
     if not is_step(name):
         return
@@ -519,7 +522,8 @@ def _beside(
 
 
 def _find_other_newer(listing: Listing, step: Step, name: str, known: set[tuple[int, str]]) -> str | None:
-    """Find a folder next to a step's that is named like a newer step of another kind, and holds weights.
+    """Find a folder next to a step's folder that is named like a newer step of another kind and contains
+    weights.
 
     Epochs are not compared with steps.
     """

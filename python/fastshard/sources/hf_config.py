@@ -1,4 +1,4 @@
-"""The use of a Hugging Face ``config.json``: a table if one fits its model, else unchanged names."""
+"""The use of a Hugging Face ``config.json``: a table if one fits its model, otherwise unchanged names."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..models import config_json, huggingface, sidecar_files
 from ..models.overridden_settings import find_overridden_config, is_config_json
 from .base import Options
 
-#: What a layer's tensor is called, and what precedes the word.
+#: A name of a layer's tensor, with the prefix before ``layers``.
 _LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
 _NUMBER = compile_when_used(r"\d+")
-#: What critics and reward models have in the place of an output layer.
+#: Tensors that critics and reward models have instead of an output layer.
 _VALUE_HEAD = compile_when_used(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
-#: Keys that tell a config of Hugging Face from others of the name.
+#: Keys that distinguish a Hugging Face config from other files of the same name.
 _TELLING = {"model_type", "architectures", "transformers_version"}
-#: Who says that code is missing.
+#: The source named in findings about missing code.
 AUTO_MAP = "auto_map of config.json"
-#: What a class of transformers loads.
+#: The names that a transformers class loads.
 _OWN_NAMES = "the names that save_pretrained writes"
-#: Quantisations whose weights keep their names and shapes. source: transformers
+#: Quantisation methods that keep the names and shapes of weights. source: transformers
 #: quantizers/quantizer_finegrained_fp8.py
 _PLAIN = ("fp8",)
 
@@ -40,19 +40,19 @@ _PLAIN = ("fp8",)
 def config_of(
     listing: Listing, folder: str, options: Options, *, above: bool = True
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return the model's config: the given one, else config.json, else that of a reference.
+    """Return the model's config: the given one, or config.json, or that of a reference.
 
-    config.json is searched in :func:`fastshard.models.sidecar_files.places`.
+    Folders are searched in the order of :func:`fastshard.models.sidecar_files.places`.
 
     Args:
-        listing: contents of the roots.
+        listing: contents of the root directories.
         folder: folder of the tensors.
         options: the caller's options.
-        above: whether to look above the checkpoint too.
+        above: whether to search above the checkpoint too.
 
     Raises:
-        FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint differ
-            in it.
+        FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint have
+            different ones.
     """
     if options.config is not None:
         path = Path(options.config_path) if options.config_path else None
@@ -72,11 +72,11 @@ def config_of(
 
 
 def find_overridden(source: Source, listing: Listing, folder: str, options: Options) -> list[Finding]:
-    """Note each setting of ``--config`` that differs from the config.json of the checkpoint.
+    """Note each setting of ``--config`` that differs from the checkpoint's config.json.
 
     Args:
         source: the declaration.
-        listing: contents of the roots.
+        listing: contents of the root directories.
         folder: folder of the tensors.
         options: the caller's options.
     """
@@ -99,7 +99,7 @@ def find_overridden(source: Source, listing: Listing, folder: str, options: Opti
 def _config_in(listing: Listing, place: Folder) -> Path | None:
     """Find the config.json of a folder.
 
-    Below a root, only a file in the listing counts; the listing already reports faults of other files.
+    Inside a root directory, only listed files count; problems with other files are already reported.
     """
     path = place.path / "config.json"
     inside = _inside(listing, path)
@@ -109,14 +109,16 @@ def _config_in(listing: Listing, place: Folder) -> Path | None:
 
 
 def _inside(listing: Listing, path: Path) -> list[tuple[int, Path]]:
-    """Return the roots that contain a path, and its place in each; no root contains a named file's folder."""
+    """Return the root directories that contain a path, and its place in each. The folder of a named file is
+    outside all of them.
+    """
     named = listing.folders_named
     above = [folder for folder in path.parents if folder in named]
     return [(index, path.relative_to(folder)) for folder in above for index in named[folder]]
 
 
 def _label(listing: Listing, path: Path) -> str:
-    """Return the path as messages name it."""
+    """Return a path as named in messages."""
     inside = _inside(listing, path)
     return str(inside[0][1] if inside else path)
 
@@ -130,15 +132,16 @@ def describe(
     *,
     outer: str = "",
 ) -> None:
-    """Add to a declaration what a model's config states: axes, facts, and a table if one fits.
+    """Add the facts of a model's config to a declaration: axes, facts, and a table if one fits.
 
-    If none fits, the names stay, and the declaration states the reason in :attr:`.Description.no_table`.
+    If none fits, the names stay unchanged, and :attr:`.Description.no_table` of the declaration states the
+    reason.
 
     Args:
         source: the declaration.
-        listing: contents of the roots.
+        listing: contents of the root directories.
         config: content of config.json, if there is one.
-        path: its file.
+        path: the file that contains it.
         names: names of the stored tensors.
         outer: prefix before the model's own names.
     """
@@ -186,13 +189,13 @@ def describe(
 
 
 def with_plain_weights(source: Source, names: Collection[str]) -> Source:
-    """Return the declaration of the model once its weights are no longer quantised.
+    """Return the declaration of the model with its weights dequantised.
 
-    A table that did not fit before may then fit.
+    A table may fit this model even if none fits the quantised one.
 
     Args:
         source: the declaration of the quantised model.
-        names: own names of the tensors of this declaration.
+        names: own names of the tensors in this declaration.
     """
     config = config_json.unquantised(source.model.config or {})
     source = replace(source, model=replace(source.model, config=config or None))
@@ -220,9 +223,9 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
 
 
 def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Finding]:
-    """Report modules that ``auto_map`` of a config names and that are missing next to it.
+    """Report modules named in a config's ``auto_map`` that are missing next to the config.
 
-    Modules of another repository (``REPO--module.Class``) are excluded.
+    Modules in another repository (``REPO--module.Class``) do not count.
     """
     named = config.get("auto_map")
     if path is None or not isinstance(named, dict):
@@ -248,7 +251,7 @@ def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Findin
 
 
 def _find_missing_modules(path: Path | None) -> list[Finding]:
-    """Report folders that a modules.json next to a config names and that are missing or empty."""
+    """Report folders named in a modules.json next to a config that are missing or empty."""
     listed = None if path is None else path.parent / sidecar_files.MODULES
     if listed is None or not safe_files.is_file(listed):
         return []
@@ -268,7 +271,7 @@ def _find_missing_modules(path: Path | None) -> list[Finding]:
 
 
 def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
-    """Raise an error for a config of transformers that does not describe a model."""
+    """Raise an error for a transformers config that does not describe a model."""
     if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
         raise FastshardError.of(
             codes.BAD_VALUE,
@@ -289,15 +292,15 @@ def _take_layout(
     stored: set[str],
     outer: str,
 ) -> None:
-    """Add a table that fits to a declaration, with the axes and facts of the config.
+    """Add a fitting table to a declaration, with the config's axes and facts.
 
     Args:
         source: the declaration.
         config: the model's config.
         label: its file, for messages.
         layout: name of the table.
-        names: names of the model's tensors, as they are stored.
-        stored: these names as the model itself has them.
+        names: stored names of the model's tensors.
+        stored: the model's own names for these tensors.
         outer: prefix before these names.
     """
     base = _base(tables.table(layout))
@@ -336,14 +339,15 @@ def _take_layout(
 def _take_head(
     source: Source, kind: config_json.Architecture | None, layout: str, stored: set[str], is_base: bool
 ) -> str | None:
-    """Declare whether there is an output layer over the vocabulary, and describe the model if it has none.
+    """Declare whether there is an output layer over the vocabulary; if there is none, describe the kind of
+    model.
 
     Args:
         source: the declaration.
-        kind: the model's architecture by the config.
+        kind: the model's architecture according to the config.
         layout: name of its table.
         stored: names of its tensors.
-        is_base: whether the names begin like those of a model without a head.
+        is_base: whether the names have the prefix of a model without a head.
     """
     # No head is in a layer, where most names are.
     outside = [name for name in stored if not _LAYER.search(name)]
@@ -383,7 +387,7 @@ def _take_spelling(
     names: Collection[str],
     outer: str,
 ) -> None:
-    """Add a table with another framework's names of the model to a declaration."""
+    """Add a table to a declaration that has another framework's names for the model."""
     model_type, framework = config.get("model_type"), naming_schemes.framework(spelling)
     if model_type not in naming_schemes.model_types(spelling):
         why = (
@@ -417,7 +421,7 @@ def _take_spelling(
 def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
     """Return the source with the caller's own layout table.
 
-    The config still gives axes and facts.
+    Axes and facts still come from the config.
     """
     model = replace(source.model, family=table.family, no_table=None, headless=None)
     optimizer = replace(source.optimizer, rules=None)
@@ -473,7 +477,7 @@ def _why_not(
 ) -> str | None:
     """Return the reason why a model has no table; None if it has one.
 
-    ``beside`` is a quantiser's file next to its config.
+    ``beside`` is a quantiser's file next to the config.
     """
     model_type = config.get("model_type")
     if layout is None:
@@ -498,7 +502,7 @@ def _beginning(names: Iterable[str]) -> str | None:
 
 
 def _base(table: Table) -> str:
-    """Return the prefix of the table's names of layers, which is that of the model without its head."""
+    """Return the prefix of layer names in the table, which is that of the model without its head."""
     names = (rule.name.partition("layers.{L") for rule in table.rules)
     begins = next((before for before, found, _ in names if found), "")
     # One spelling will do: the others are known by the rules.
@@ -506,13 +510,13 @@ def _base(table: Table) -> str:
 
 
 def _of_layers(table: Table) -> Table:
-    """Return the rules of a layer's tensors, with their names from ``layers.`` on."""
+    """Return the rules for a layer's tensors, with names starting at ``layers.``."""
     named = ((rule, rule.name.find("layers.{L")) for rule in table.rules)
     return table.with_rules([rule.renamed(rule.name[at:]) for rule, at in named if at >= 0])
 
 
 def _is_of(layout: str, names: Iterable[str]) -> bool:
-    """Return True if most tensors of layers have the table's names, or if there are no such tensors."""
+    """Return True if most layer tensors have names of the table, or if there are no layer tensors."""
     rules = _of_layers(tables.table(layout))
     kinds = _count_kinds(name[match.end(1) :] for name in names if (match := _LAYER.match(name)))
     fitting = sum(count for name, count in kinds if rules.rule_of(name) is not None)
@@ -520,7 +524,7 @@ def _is_of(layout: str, names: Iterable[str]) -> bool:
 
 
 def _names_most(layout: str, names: Iterable[str]) -> bool:
-    """Return True if the table has most of the layers' tensors under their own names."""
+    """Return True if the table has most layer tensors under the same names."""
     table = tables.table(layout)
     kinds = _count_kinds(name for name in names if _LAYER.match(name))
     return 2 * sum(count for name, count in kinds if table.rule_of(name) is not None) > sum(
@@ -529,9 +533,9 @@ def _names_most(layout: str, names: Iterable[str]) -> bool:
 
 
 def _count_kinds(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Return a name of each kind, and how many differ from it in numbers alone.
+    """Return one name of each kind, and the number of names that differ from it only in their numbers.
 
-    A rule is for all numbers, and a model of a thousand experts has a million names.
+    A rule covers all numbers, and a model with a thousand experts has a million names.
     """
     kinds: dict[str, list[Any]] = {}
     for name in names:
@@ -540,9 +544,9 @@ def _count_kinds(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _is_spelled_otherwise(layout: str, config: dict[str, Any], names: Collection[str]) -> bool:
-    """Return True for names that the table does not spell, of a model whose names have several spellings.
+    """Return True if the table lacks the names of a model whose names have several spellings.
 
-    transformers, which renames them when it loads and saves, is asked for its list of such a model.
+    transformers renames such tensors on loading and saving; its own list of these models is used.
     """
     several = any(
         rule.name.startswith("(") and "layers.{L" in rule.name for rule in tables.table(layout).rules
@@ -554,7 +558,7 @@ def _is_spelled_otherwise(layout: str, config: dict[str, Any], names: Collection
 
 
 def _own(name: str, base: str, prefix: str) -> str:
-    """Return the table's name of a tensor, given its stored name."""
+    """Return the table's name for a tensor, given its stored name."""
     if name.startswith(prefix):
         return base + name.removeprefix(prefix)
     return name.removeprefix(prefix.removesuffix(base)) if prefix.endswith(base) else name
@@ -572,7 +576,8 @@ def _prefixed(layout: str, base: str, prefix: str) -> Table:
 
 
 def _value_head(names: Iterable[str]) -> str | None:
-    """Return the tensor of a critic or reward model that is saved under its language model's config.
+    """Return the value-head tensor of a critic or reward model that was saved with its language model's
+    config.
 
     source: ColossalAI applications/ColossalChat coati/models/{critic,reward_model}.py, trl
         models/modeling_value_head.py
@@ -581,7 +586,7 @@ def _value_head(names: Iterable[str]) -> str | None:
 
 
 def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> list[Finding]:
-    """Report missing tensors that an architecture has in place of the output layer."""
+    """Report missing tensors that an architecture has instead of the output layer."""
     if kind is None:
         return []
     stored = tuple(names)

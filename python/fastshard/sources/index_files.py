@@ -49,16 +49,17 @@ def disagreeing(
 ) -> Iterator[Finding]:
     """Yield findings where an index and its files disagree on names.
 
-    ``FS102`` is for tensors that no file has. ``FS115`` is a warning for tensors that another file has, or
-    that the same file has under a name with another prefix. ``FS108`` is for tensors that the index does not
-    name.
+    ``FS102`` reports tensors that no file contains. ``FS115`` is a warning for tensors that another file
+    contains, or that the same file contains under a name with another prefix. ``FS108`` reports tensors that
+    the index does not name.
 
     Args:
-        weight_map: number of the file that the index sends each tensor to.
-        stored_names: names of the tensors in each file that could be read.
+        weight_map: number of the file in which the index places each tensor.
+        stored_names: names of the tensors in each readable file.
         paths: paths of the files, by their numbers.
         index: path of the index; None if there are several.
-        whole: True if every file has full tensors, so that a tensor is the same in any file.
+        whole: True if every file contains full tensors, so that it does not matter which file contains a
+            tensor.
     """
     ghosts = [
         name for name, file in weight_map.items() if file in stored_names and name not in stored_names[file]
@@ -117,9 +118,9 @@ def disagreeing(
 def _prefix(
     gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """Return the beginnings of names in an index and in its files, if nothing else differs.
+    """Return the different prefixes of names in an index and in its files, if nothing else differs.
 
-    Each tensor must be in the file to which the index sends it.
+    Each tensor must be in the file in which the index places it.
     """
     if not gone or len(gone) != len(unnamed):
         return None

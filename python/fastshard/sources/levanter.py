@@ -1,4 +1,4 @@
-"""Levanter's train states: the model that their names show, and the table for it.
+"""Levanter's train states: the model that their names show, and its table.
 
 source: Levanter trainer_state.py (TrainerState), checkpoint.py (save_checkpoint),
     models/{llama,qwen,mistral}.py; haliax nn/scan.py (Stacked, BlockSeq)
@@ -23,24 +23,24 @@ from ..models import config_json, huggingface
 from .train_states import RefusedModel, bind_config, bind_model, take_unknown
 
 _LAYOUT = "levanter.llama"
-#: Tables of Hugging Face whose models Levanter computes with the modules of its Llama.
+#: Hugging Face tables whose models Levanter computes with its Llama modules.
 _OF_CONFIG = ("hf.llama",)
 _ROOT = "model/"
-#: The language models of Levanter have it.
+#: An array that Levanter's language models have.
 _EMBEDDING = "embeddings/token_embeddings/weight"
-#: What a train state has beside the model. source: Levanter trainer_state.py (TrainerState)
+#: Other contents of a train state. source: Levanter trainer_state.py (TrainerState)
 _STATE = ("opt_state/", "model_averaging/", "training_key", "step")
 _REASONS = {"training_key": RANDOM}
-#: Layers apart, and what they are called where a scan stacks them along the first axis.
+#: Prefix of separate layers, and prefix of layers that a scan stacks along the first axis.
 _APART, _STACKED = "transformer/layers/blocks/{L}/", "transformer/layers/stacked/"
-#: Facts of the table by the tensors that show them.
+#: Facts of the table, each with the tensors that show it.
 _SHOWN = {
     "attention_bias": "self_attn/q_proj/bias",
     "out_bias": "self_attn/o_proj/bias",
     "qk_norm": "self_attn/q_norm/weight",
     "mlp_bias": "mlp/up_proj/bias",
 }
-#: A moment of Adam and of its kin.
+#: A moment of Adam and related optimizers.
 _MOMENT = compile_when_used(r"^(opt_state/(?:.+/)?)(mu|nu)/(.+)$")
 _OF_LLAMA = "a model of the Llama kind (llama, mistral, qwen2, qwen3)"
 _EXPORT = (
@@ -50,22 +50,24 @@ _EXPORT = (
 
 
 def is_train_state(names: Collection[str]) -> bool:
-    """Return True if the names are those of a Levanter train state, or of its model."""
+    """Return True if the names are those of a Levanter train state or its model."""
     return any(name in names for name in (_EMBEDDING, _ROOT + _EMBEDDING))
 
 
 def is_state_of_step(names: Collection[str]) -> bool:
-    """Return True if the names are those of a train state, which only a step holds; False for a model's."""
+    """Return True if the names are those of a train state, which only a step contains; False for a model
+    alone.
+    """
     return _ROOT + _EMBEDDING in names
 
 
 def find_state(names: Collection[str]) -> frozenset[str]:
-    """Return the names of a train state's arrays that are no weights."""
+    """Return the names of a train state's arrays that are not weights."""
     return frozenset(name for name in names if name.startswith(_STATE))
 
 
 def find_lost_model(names: Collection[str], where: str) -> Finding | None:
-    """Report a step that holds what lies beside a model, and no model."""
+    """Report a step that contains the state stored next to a model, but no model."""
     if not names or not all(name.startswith(_STATE) for name in names):
         return None
     return Finding.of(
@@ -79,9 +81,9 @@ def find_lost_model(names: Collection[str], where: str) -> Finding | None:
 
 
 def find_lost_moments(names: Collection[str], where: str) -> list[Finding]:
-    """Report weights of which one of Adam's moments is there and the other is not.
+    """Report weights for which only one of Adam's two moments exists.
 
-    source: optax _src/transform.py (scale_by_adam): both are trees as the parameters are
+    source: optax _src/transform.py (scale_by_adam): both have the same tree structure as the parameters
     """
     slots: dict[str, dict[str, set[str]]] = {}
     for name in names:
@@ -104,13 +106,13 @@ def find_lost_moments(names: Collection[str], where: str) -> list[Finding]:
 
 
 def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path: Path | None) -> None:
-    """Declare table, axes and facts of a Levanter step; a model without a table gets none.
+    """Declare table, axes and facts for a Levanter step; a model without a table gets none.
 
     Args:
         source: the declaration.
         arrays: dtype and shape of each array, by name.
-        config: a Hugging Face ``config.json``: no step states more of its model than the shapes.
-        path: its file.
+        config: a Hugging Face ``config.json``; steps state only the shapes of a model.
+        path: the file that contains it.
 
     Raises:
         FastshardError: ``FS211`` for values of the config that have the wrong type.
@@ -140,7 +142,7 @@ def describe(source: Source, arrays: Arrays, config: dict[str, Any] | None, path
 
 
 def _table(table: Table, *, is_stacked: bool) -> Table:
-    """Return the table of the form that is stored."""
+    """Return the table for the stored form of the layers."""
     if not is_stacked:
         return table
     rules = [
@@ -153,9 +155,9 @@ def _table(table: Table, *, is_stacked: bool) -> Table:
 def _describe_model(
     source: Source, config: dict[str, Any] | None, path: Path | None, label: str | None
 ) -> Description:
-    """Return what is known of the model.
+    """Return a description of the model.
 
-    Names and shapes tell no Llama from a Gemma, and nothing of the base of rope.
+    Names and shapes do not distinguish Llama from Gemma, and do not show the base of rotary embeddings.
     """
     if config is None:
         finding = Finding.of(
@@ -182,7 +184,7 @@ def _describe_model(
 def _find_contradictions(
     config: dict[str, Any], facts: Mapping[str, bool], names: Collection[str], root: str, where: str
 ) -> list[Finding]:
-    """Report tensors of parts that the model of the config does not have."""
+    """Report tensors that the config's model does not have."""
     found = {
         fact: next((n for n in sorted(names) if n.endswith(f"/{end}")), None) for fact, end in _SHOWN.items()
     }

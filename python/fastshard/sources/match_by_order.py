@@ -1,21 +1,21 @@
-"""The parameters behind an optimizer's numbers or vectors, if only order and shapes determine them."""
+"""The parameters for an optimizer's numbers or vectors, if order and shapes determine them uniquely."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-#: Places to be at while names are given, at most; beyond that shapes do not tell.
+#: Maximum number of simultaneous states in the search; above it, shapes do not decide.
 _MOST_STATES = 4096
 
 
 def by_shape(
     names: list[tuple[str, list[int]]], groups: list[list[list[int] | None]]
 ) -> list[list[str]] | None:
-    """Return the only way in which groups of shapes are subsequences of the ordered parameters.
+    """Return the only assignment of shape groups to subsequences of the ordered parameters.
 
-    An unknown shape fits any parameter. The remaining parameters are frozen. Return None if there are several
-    ways, or none.
+    An unknown shape fits any parameter. The remaining parameters are frozen. The result is None if there are
+    several assignments, or none.
     """
     ends = [len(group) for group in groups]
     ends.append(len(names) - sum(ends))
@@ -29,7 +29,8 @@ def by_shape(
 
 
 def by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]] | None:
-    """Return the only way in which parameters in order fill vectors of these lengths, if there is one.
+    """Return the only way in which parameters in order fill vectors of the given lengths, if there is exactly
+    one.
 
     The remaining parameters are frozen.
     """
@@ -44,11 +45,11 @@ def by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]]
 def _one_way(
     names: list[tuple[str, Any]], ends: list[int], advance: Callable[[int, int, Any], int | None]
 ) -> list[list[str]] | None:
-    """Go through the parameters in order and put each into one of several places, the last for the remainder.
+    """Assign each parameter in order to one of several places; the last place is for the remaining ones.
 
     Args:
-        names: parameters, each with the value that decides.
-        ends: the position that each place must have reached at the end.
+        names: parameters, each with the value to compare.
+        ends: the final position required for each place.
         advance: maps (place, its position, parameter) to the next position, or None if it does not fit.
     """
     if ends[-1] < 0:

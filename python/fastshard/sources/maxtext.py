@@ -1,4 +1,4 @@
-"""MaxText train states, of linen and of NNX: the model that names and shapes show, and the fitting table.
+"""MaxText train states, of linen and NNX: the model that names and shapes show, and its table.
 
 source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax
     core/axes_scan.py
@@ -22,25 +22,25 @@ from ..layouts.nnx_names import NnxNames
 from ..models import config_json, maxtext, maxtext_delta, maxtext_sizes
 from ..models.config_fields import flag, integer
 
-#: Families in the order in which they are asked.
+#: Families in the order in which they are tried.
 FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
-#: Where a scan may have put the layers, likely ones first.
+#: Possible axes of layers in a scan, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
-#: A stack of layers: of all, or of one kind that has numbers of its own.
+#: A stack of layers: of all layers, or of one kind with its own numbers.
 _STACKED = re.compile(r"decoder\.(?:[a-z]+_)?layers\.")
-#: A tensor of one kind of layers: the kind, and the number where layers lie apart.
+#: A tensor in one kind of layer: the kind, and the number if layers are stored separately.
 _OF_KIND = re.compile(r"decoder\.([a-z]+)_layers(?:_(\d{1,9}))?\.")
-#: A tensor of a layer in a cycle of different layers: the place of a stack in the cycle, or the number of the
-#: layer; and the name within the layer.
+#: A tensor of a layer in a cycle of different layers: the stack's place in the cycle or the layer's number,
+#: and the name within the layer.
 _OF_CYCLE = re.compile(r"decoder\.(layers\.)?layers?_(\d{1,9})\.(.*)")
-#: Names within a layer that only attention with heads has, and those that only a delta net has.
+#: Names within a layer that only attention with heads has, and names that only a delta net has.
 _OF_FULL, _OF_DELTA = "attention.attention.", ("attention.in_proj_", "attention.conv1d.", "attention.A_log")
-#: Tensors named in findings at most.
+#: Maximum number of tensors named in findings.
 _NAMED = 20
 
 
 def is_train_state(names: Any) -> bool:
-    """Return True if the names are those of a MaxText train state or of its parameters."""
+    """Return True if the names are those of a MaxText train state or its parameters."""
     return nnx_names.read(names) is not None
 
 
@@ -126,7 +126,9 @@ def describe(
 
 
 def _weights(layout: str, axis: int | None, cycle: Cycle | None) -> Table:
-    """Return the rules of the weights under their names below the root, stacked along the axis if given."""
+    """Return the rules of the weights, with names relative to the root, stacked along the axis if it is
+    given.
+    """
     table = tables.table(layout)
     rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
     named = rules if axis is None else [one for rule in rules for one in stack_layers(rule, axis, cycle)]
@@ -134,7 +136,7 @@ def _weights(layout: str, axis: int | None, cycle: Cycle | None) -> Table:
 
 
 def _find_repeated(tree: NnxNames) -> list[Finding]:
-    """Report tensors that the tree holds under two names, as of linen and of NNX."""
+    """Report tensors that the tree contains under two names, such as a linen and an NNX name."""
     findings = [
         Finding.of(
             codes.OVERLAP,
@@ -154,7 +156,7 @@ def _find_repeated(tree: NnxNames) -> list[Finding]:
 
 
 def _find_obstacle(tree: NnxNames) -> FastshardError | None:
-    """Return why a tree can be merged and not converted; None if nothing speaks against it."""
+    """Return the reason why a tree can be merged but not converted; None if there is none."""
     if tree.factors:
         return FastshardError.of(
             codes.UNSUPPORTED,
@@ -222,7 +224,7 @@ def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
 
 
 def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], path: str | None) -> None:
-    """Declare the facts that names decide, and those that a config states."""
+    """Declare the facts that names determine, and those that a config states."""
     where = path or "the config"
     if source.model.family == "gpt3":
         source.binding.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
@@ -260,7 +262,7 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
 
 
 def _facts_of_latent(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], where: str) -> None:
-    """Declare the facts that decide which tensors attention over a latent and its router have."""
+    """Declare the facts that determine which tensors multi-latent attention and its router have."""
     found = {"query": False, "wq_a": False, "wq_b": False, "bias": False}
     for name in shapes:
         module, _, leaf = name.rpartition(".")
@@ -280,7 +282,7 @@ def _facts_of_latent(source: Source, shapes: Mapping[str, Any], config: dict[str
 
 
 def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Declare whether heads share keys and values, by the two projections that show it.
+    """Declare whether heads share keys and values, from the shapes of two projections.
 
     Other layouts depend on this fact.
     """
@@ -309,9 +311,9 @@ def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
 def _declare_kinds(
     source: Source, shapes: Mapping[str, tuple[int, ...]], axis: int | None, config: dict[str, Any]
 ) -> None:
-    """Declare which layers are of which kind: as the config states it, else by how many of each there are.
+    """Declare the kind of each layer, from the config or from the number of layers of each kind.
 
-    The dense ones come first. source: MaxText layers/decoders.py
+    Dense layers come first. source: MaxText layers/decoders.py
     """
     counts: dict[str, Counter[int]] = {"dense": Counter(), "moe": Counter()}
     for name, shape in shapes.items():
@@ -338,9 +340,9 @@ def _declare_kinds(
 def _find_cycle_length(
     shapes: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[int | None, Finding | None]:
-    """Return the number of layers in a cycle of delta nets and attention, and a finding if a config differs.
+    """Return the length of the cycle of delta nets and attention, and a finding if a config contradicts it.
 
-    A config states it, else the layers show it. None where nothing does.
+    The config or the layers show it; None if neither does.
     source: MaxText models/qwen3.py (Qwen3NextDecoderLayer)
     """
     full, delta = set(), set()
@@ -364,7 +366,7 @@ def _find_cycle_length(
 def _declare_cycle(
     source: Source, shapes: Mapping[str, tuple[int, ...]], axis: int | None, cycle: Cycle
 ) -> None:
-    """Declare the places of layers in a cycle: as many layers as the config states, else as are there.
+    """Declare the places of layers in a cycle, for the number of layers in the config, or of existing layers.
 
     source: MaxText models/gpt_oss.py (GptOssScannableBlock), models/qwen3.py (Qwen3NextScannableBlock)
     """
@@ -391,8 +393,8 @@ def _declare_cycle(
 def _declare_delta_sizes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Declare sizes of delta nets that no config states.
 
-    Shapes do not show how many heads of keys there are. With one head every extent is right, and a
-    conversion that needs the number of heads asks for the config.
+    Shapes do not show the number of key heads. With one head, every extent is correct; a conversion that
+    needs the number asks for the config.
     """
     axes = source.binding.axes
     if "k" not in axes:
@@ -414,7 +416,9 @@ def _declare_delta_sizes(source: Source, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _count_layers(found: Counter[int], axis: int | None) -> int:
-    """Return how many layers of a kind there are: as most stacks have, or up to the last number."""
+    """Return the number of layers of a kind: the most frequent stack size, or the count up to the last
+    number.
+    """
     if not found:
         return 0
     return max(found) if axis is None else found.most_common(1)[0][0]
@@ -427,7 +431,7 @@ def _scan_axis(
     config: dict[str, Any],
     cycle: Cycle | None,
 ) -> tuple[int, FastshardError | None]:
-    """Return the axis of the layers: as the config states it, else the one that fits all shapes."""
+    """Return the axis of the layers: the one that the config states, or the one that fits all shapes."""
     declared_axis = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
     if declared_axis is not None:
         return declared_axis, None

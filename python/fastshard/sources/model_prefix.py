@@ -1,4 +1,4 @@
-"""The prefix of a model's own names, below which trainers save the model next to their own values."""
+"""The prefix of a model's own names, under which trainers save the model next to their own values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..models import config_json
 from ..models.tensor_words import WORDS
 from . import pipeline_stages
 
-#: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
+#: Common prefixes of a model's own names. FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
 _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
 _DDP = "module."
 _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
-#: Names that a message gives at most.
+#: Maximum number of names in a message.
 _MOST_NAMED = 8
-#: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
+#: Models whose parts have no common prefix. source: base_model_prefix and names in transformers models/t5
 _WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
@@ -32,15 +32,15 @@ def recognise(
     chosen: str | None = None,
     paths: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Declare the prefix of the model's own names, and the prefixes of further copies.
+    """Declare the prefix of the model's own names, and the prefixes of other copies.
 
     Args:
         source: the declaration.
         names: names of all tensors.
         config: the model's config, if there is one.
-        chosen: the prefix that the caller gives, without the last dot.
-        paths: keys of the nested dicts that lead to each tensor, if the files have them: then these decide,
-            and no list of usual names is consulted.
+        chosen: the prefix chosen by the caller, without the last dot.
+        paths: keys of the nested dicts that lead to each tensor, if the files contain them. They then
+            determine the prefix, instead of the list of common prefixes.
 
     Raises:
         FastshardError: ``FS515`` if there is no tensor below the prefix.
@@ -77,10 +77,11 @@ def recognise(
 
 
 def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> str | None:
-    """Return the prefix of all names of a model with a table, if its transformers class has none.
+    """Return the prefix of all names of a model with a table, if its transformers class does not have this
+    prefix.
 
     Trainers and wrappers put such a prefix (``policy.``) before all names. None if the names are the model's
-    own, or if it is undecidable.
+    own, or if this cannot be decided.
 
     Args:
         names: names of all tensors.
@@ -97,7 +98,7 @@ def _containers(
 ) -> dict[str, list[str]] | None:
     """Return the dicts with a model's weights: the prefix of their names, and the module's own names in them.
 
-    None if some tensor has no path.
+    None if a tensor has no path.
     """
     groups: dict[str, list[str]] = {}
     for name in stored:
@@ -131,7 +132,7 @@ def _is_state_of(name: str, weights: set[str]) -> bool:
 
 
 def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, Any]) -> list[str]:
-    """Return the possible prefixes of a model's own names, one for each model in the dicts with tensors."""
+    """Return the possible prefixes of a model's own names, one per model in the dicts with tensors."""
     found = [outer + inner for outer, names in containers.items() for inner in _within(names, config)]
     if found:
         return list(dict.fromkeys(found))
@@ -139,7 +140,7 @@ def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, An
 
 
 def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
-    """Return the prefixes of a model's own names within a module that contains it, by its embedding."""
+    """Return the prefixes of a model's own names within an enclosing module, found by the embedding."""
     telling = _telling(config)
     fitting = _prefixes_before(telling, names)
     if telling is not _TELLING:
@@ -149,7 +150,7 @@ def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
 
 
 def _prefixes_before(telling: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the prefixes before the names by which a model is known, in the order of the given names."""
+    """Return the prefixes before the names that identify a model, in the order of the given names."""
     found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
     return [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
 
@@ -160,7 +161,7 @@ def _unwrapped(names: Sequence[str]) -> str:
 
 
 def _telling(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return names that identify a model at any place: that of its embedding, as its tables have it."""
+    """Return names that identify a model at any place: that of its embedding in its tables."""
     layout = config_json.layout_of(config)
     if layout is None:
         return _TELLING
@@ -170,7 +171,7 @@ def _telling(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
-    """Return the possible prefixes of a model's own names, of which the first is used; each has one model."""
+    """Return the possible prefixes of a model's own names, each with one model; the first one is used."""
     names = set(listed)
     telling = _telling(config)
     if fitting := _prefixes_before(telling, (name for name in listed if not is_state(name))):

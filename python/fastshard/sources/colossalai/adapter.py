@@ -1,12 +1,12 @@
 """ColossalAI's sharded saves (``model-stage-0000S-shard-0000N.*`` or ``model-0000N.*``), and numbered
 optimizer shards.
 
-Tensor parallelism is always gathered before a save, and pipeline stages write separate files. The merged
-index includes only the stages' indexes on rank 0's disk, so it silently lacks a stage on another disk. Here
-stages are counted by the files' names, and layers by the config.
+Saves always gather tensor-parallel shards, and pipeline stages write separate files. The merged index
+includes only those stages' indexes that are on rank 0's disk, so a stage on another disk is missing without
+notice. The adapter therefore counts stages by file names, and layers by the config.
 
-A mixture of experts has files ``model-stage-0000S-0000E-shard-0000N.*`` for each expert-parallel rank E: its
-experts, under their names among all experts, and a copy of all other tensors. The index names one of the
+An MoE model has files ``model-stage-0000S-0000E-shard-0000N.*`` for each expert-parallel rank E. They contain
+the rank's experts, numbered among all experts, and a copy of all other tensors. The index names one of the
 copies.
 source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,index_file,utils}.py (0.4.5 to
     0.5.0)
@@ -52,20 +52,19 @@ _INDEX = compile_when_used(
 )
 _LAYER = compile_when_used(r"\.(?:layers|h)\.(\d+)\.")
 _EXPERT = compile_when_used(r"\.experts\.(\d+)\.")
-#: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3,
-#: qwen3_moe
+#: Config keys for the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
-#: By name: file, number of the tensor in it and shape, for each directory that holds it.
+#: By name: file, number of the tensor in it, and shape, for each directory that has the tensor.
 _Stored = dict[str, list[tuple[int, int, list[int]]]]
 
 
 class ColossalAI:
-    """Directories that ``booster.save_model(shard=True)`` wrote, with or without the optimizer's."""
+    """Directories written by ``booster.save_model(shard=True)``, with or without optimizer files."""
 
     name = "colossalai"
 
     def detect(self, listing: Listing, options: Options) -> Found[ColossalFiles] | None:
-        """Look for numbered shards whose names do not state their total."""
+        """Look for numbered shards whose names do not state the number of shards."""
         choice = None if listing.single else _folder(listing, options)
         if choice is None:
             return None
@@ -123,7 +122,7 @@ class ColossalAI:
     def declare(
         self, found: Found[ColossalFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Declare full tensors under Hugging Face names, and combine slices of several directories."""
+        """Declare full tensors under Hugging Face names, and combine slices from several directories."""
         saved = found.seen
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.model = Description(dialect=huggingface.DIALECT)
@@ -200,7 +199,7 @@ class ColossalAI:
     def _missing_layers(
         found: Found[ColossalFiles], config: dict[str, Any] | None, stored: _Stored
     ) -> list[Finding]:
-        """Report missing stages after the last one that exists, by the number of layers."""
+        """Report missing stages after the last existing one, based on the number of layers."""
         saved = found.seen
         count = (config or {}).get("num_hidden_layers")
         layers = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _LAYER.search(name))}
@@ -214,7 +213,7 @@ class ColossalAI:
     def _missing_experts(
         found: Found[ColossalFiles], config: dict[str, Any] | None, stored: _Stored
     ) -> list[Finding]:
-        """Report missing expert-parallel ranks after the last one that exists, by the number of experts."""
+        """Report missing expert-parallel ranks after the last one, based on the number of experts."""
         saved = found.seen
         counts = [n for key in _EXPERTS if isinstance(n := (config or {}).get(key), int)]
         experts = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _EXPERT.search(name))}
@@ -229,7 +228,7 @@ class ColossalAI:
 
     @staticmethod
     def _slices(source: Source, found: Found[ColossalFiles], stored: _Stored, whole: _Whole) -> set[str]:
-        """Combine tensors of which each directory has one rank's slice, in the order of the directories."""
+        """Combine tensors from each directory's slice, in the order of the directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
         rows: dict[str, int] = {}
@@ -319,20 +318,20 @@ def _in(path: str, folder: str) -> bool:
 
 
 def _kind(indexes: list[File], names: Iterable[str]) -> str:
-    """Return the form to read: if a save has both, the one that transformers prefers."""
+    """Return the format to read: if a save has both, the one that transformers prefers."""
     kinds = {m[1] or m[2] for f in indexes if (m := _INDEX.match(f.name))}
     kinds = kinds or {m["kind"] for name in names if (m := SHARD.match(name))}
     return "safetensors" if "safetensors" in kinds else "bin"
 
 
 def _found_apart(listing: Listing, folder: str, name: str) -> list[File]:
-    """Find a shard that the index names by a separate path."""
+    """Find a shard by the path that the index states."""
     file = listing.find(join(folder, name))
     return [] if file is None else [file]
 
 
 def _total_size(listing: Listing, index: File | None) -> list[Finding]:
-    """Report a total_size in MB, which ColossalAI counts where others count bytes."""
+    """Report a total_size in MB, as ColossalAI states it, instead of bytes."""
     metadata = read_json(listing, index).get("metadata") if index else None
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if index is None or not isinstance(total_size, float):
@@ -342,9 +341,9 @@ def _total_size(listing: Listing, index: File | None) -> list[Finding]:
 
 
 def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
-    """Declare only the first rows of tensors with more rows than the config's vocabulary has.
+    """Declare only the first rows of tensors that have more rows than the config's vocabulary.
 
-    A mixture of experts is saved with the padding of its embedding.
+    MoE models are saved with a padded embedding.
 
     source: checkpoint_io/moe_checkpoint.py (_model_sharder gathers and does not unpad),
         shardformer/layer/embedding.py
@@ -376,7 +375,7 @@ def _copied(
     contents: Contents,
     slices: _Stored,
 ) -> list[Finding]:
-    """Report two ranks whose directories are one, or hold the same slice by torch's checksums."""
+    """Report two ranks whose directories are the same, or have the same slice by torch's checksums."""
     findings: list[Finding] = []
     roots = [root.resolve() for root in listing.roots]
     twice = [i for i, root in enumerate(roots) if root in roots[:i]]
@@ -415,7 +414,7 @@ def _copied(
 
 
 class _Whole:
-    """Shapes of full tensors, by the layout table and the config."""
+    """Shapes of full tensors, according to the layout table and the config."""
 
     def __init__(self, source: Source) -> None:
         # Where query heads are not grouped the table fixes r.
@@ -427,7 +426,7 @@ class _Whole:
         return None if shape is None or None in shape else [n for n in shape if n is not None]
 
     def vocabulary(self, name: str) -> bool:
-        """Return True for tensors with a row per word."""
+        """Return True for tensors with one row per token."""
         rule = self._table.rule_of(name) if self._table else None
         dimensions = rule.dimensions if rule else None
         return dimensions is not None and dimensions[:1] == ["V~P"]

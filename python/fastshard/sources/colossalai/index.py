@@ -1,4 +1,4 @@
-"""Indexes of ColossalAI's saves, of the model and of its optimizer: one, or one per pipeline stage.
+"""Indexes of the model and the optimizer in ColossalAI's saves: one, or one per pipeline stage.
 
 source: colossalai/checkpoint_io/index_file.py, hybrid_parallel_checkpoint_io.py
 """
@@ -12,12 +12,12 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ..index_files import read_json, safe_relative
 
-#: Where stages leave their indexes until the first one merges and removes them.
+#: Where stages write their indexes until the first stage merges and removes them.
 PARTIAL = "tmp_index_files"
 
 
 def coords_of(match: re.Match[str] | None) -> dict[str, int]:
-    """Return the rank that wrote a shard, by its name, which counts stages and groups of experts from 1."""
+    """Return the ranks that wrote a shard, from its file name; stages and expert groups count from 1."""
     if match is None or not match["stage"]:
         return {}
     stage = {"pp": int(match["stage"]) - 1}
@@ -25,7 +25,7 @@ def coords_of(match: re.Match[str] | None) -> dict[str, int]:
 
 
 def join(folder: str, name: str) -> str:
-    """Join a name to a folder that may be the root."""
+    """Join a name to a folder, which may be the root directory."""
     return f"{folder}/{name}" if folder else name
 
 

@@ -1,4 +1,4 @@
-"""Missing shards of ColossalAI's saves, by their names and indexes, and shards that no index names."""
+"""Missing shards of ColossalAI's saves, according to names and indexes, and shards that no index names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...common.regex import compile_when_used
 from ..base import Options, lacking, missing, unexpected
 from .index import PARTIAL, coords_of, join
 
-#: Names of shards of a model.
+#: Names of a model's shards.
 SHARD = compile_when_used(
     r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
     r"\.(?P<kind>safetensors|bin)$"
@@ -18,7 +18,7 @@ SHARD = compile_when_used(
 
 
 def writer(name: str) -> tuple[int, int] | None:
-    """Parse pipeline stage and expert-parallel rank (0: none) from a shard's name.
+    """Parse the pipeline stage and the expert-parallel rank (0: none) in a shard's name.
 
     None for an unsharded save.
     """
@@ -29,7 +29,7 @@ def writer(name: str) -> tuple[int, int] | None:
 def not_named(file: File) -> Finding:
     """Report that the index does not name a file.
 
-    Of expert-parallel ranks, it names only one of the copies.
+    For expert-parallel ranks, the index names only one of the copies.
     """
     match = SHARD.match(file.name)
     if match and match["ep"]:
@@ -39,7 +39,7 @@ def not_named(file: File) -> Finding:
 
 
 def stage_not_merged(folder: str, whole: list[str]) -> Finding:
-    """Report that the index names none of the files that a stage wrote."""
+    """Report that the index names none of a stage's files."""
     return Finding.of(
         codes.UNEXPECTED_FILE,
         f"the index lacks a pipeline stage whose {len(whole)} files exist: they are read by their names",
@@ -51,7 +51,7 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
 
 
 def shard_missing(folder: str, name: str) -> Finding:
-    """Report a shard that the index names and no directory has."""
+    """Report a shard that the index names and no directory contains."""
     coords = coords_of(SHARD.match(name))
     where = f"from the node that ran {format_rank(coords)}" if coords else "from the original checkpoint"
     help = f"copy it {where}, or name that node's directory as another CKPT"
@@ -59,7 +59,7 @@ def shard_missing(folder: str, name: str) -> Finding:
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:
-    """Report stages, and expert-parallel ranks of a stage, without files, by the numbers of the others."""
+    """Report stages, and expert-parallel ranks of a stage, without files, based on the existing numbers."""
     stages = {stage for stage, _ in written}
     experts = max((ep for _, ep in written), default=0)
     findings = []
@@ -93,7 +93,7 @@ def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
 
 
 def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: int = 0) -> Finding:
-    """Report that the first file of a stage, or of an expert-parallel rank of it, is missing."""
+    """Report that the first file of a stage, or of an expert-parallel rank in it, is missing."""
     name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
     ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
     return missing(

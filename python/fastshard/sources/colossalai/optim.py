@@ -1,4 +1,4 @@
-"""ColossalAI's optimizer shards: states by the parameter's number, its place in the optimizer's groups.
+"""ColossalAI's optimizer shards: states by parameter number, which is the place in the optimizer's groups.
 
 source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint}.py (_optimizer_sharder),
     booster/plugin/
@@ -34,7 +34,7 @@ SHARD = compile_when_used(
 _GROUPS = compile_when_used(r"^pytorch_optim_group(?:\.[^.]+)?\.bin$")
 _STATE = compile_when_used(r"^(?:state\.)?(\d+)\.(\w+)$")
 _STEP = "step"
-#: States with the parameter's shape, of Adam, LAMB and SGD.
+#: States of Adam, LAMB and SGD that have the parameter's shape.
 _SLOTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 _ATTENTION = [
@@ -44,7 +44,7 @@ _ATTENTION = [
 ]
 _MLP = [f"mlp.{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")]
 _NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-#: In a layer's list, what there is one of for each expert.
+#: Placeholder in a layer's list for a name that each expert has.
 _EXPERT = "experts.*."
 _MIXTRAL = ["block_sparse_moe.gate.weight", *(f"block_sparse_moe.{_EXPERT}w{i}.weight" for i in (1, 2, 3))]
 _NEOX = [
@@ -80,7 +80,7 @@ _ORDER = {
 }
 
 
-#: What is gathered part by part, and its moments rank by rank, as they lie.
+#: Fused tensors that are gathered part by part, whereas their moments are concatenated rank by rank.
 #: source: shardformer/policies/gpt2.py (GPT2FusedLinearConv1D), checkpoint_io
 #: (gather_from_sharded_optimizer_state)
 _FUSED = (".attn.c_attn.weight", ".attn.c_attn.bias")
@@ -89,9 +89,9 @@ _FUSED = (".attn.c_attn.weight", ".attn.c_attn.bias")
 def parameter_order(
     family: str | None, names: set[str], layers: int, tied: bool, experts: int = 0
 ) -> list[str] | None:
-    """Return names in the order of ``named_parameters()``.
+    """Return the names in the order of ``named_parameters()``.
 
-    None if the family's order or a name's place is unknown.
+    None if the family's order is unknown, or the place of a name in it.
     """
     if family not in _ORDER:
         return None
@@ -110,7 +110,7 @@ def parameter_order(
 
 
 def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[File]] | None:
-    """Find optimizer files near the model's folder, numbered from ``first`` on; None if there are none."""
+    """Find optimizer files near the model's folder, numbered from ``first``; None if there are none."""
     folders = []
     for folder in listing.folders():
         names = [f.name for f in listing.within(folder)]
@@ -178,7 +178,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     return OptimFiles(folder, shards, at, tuple(findings)), files
 
 
-#: File, number in it and shape of a moment.
+#: File, number in the file, and shape of a moment.
 _Moment = tuple[int, int, list[int]]
 
 
@@ -186,18 +186,18 @@ _Moment = tuple[int, int, list[int]]
 class _States:
     """The contents of the optimizer's shards."""
 
-    #: Moments by the parameter's number and the slot.
+    #: Moments by parameter number and slot.
     moments: dict[int, dict[str, _Moment]]
     #: Steps by file.
     steps: dict[int, list[float]]
-    #: What is not read, and a file that has it.
+    #: Unsupported states, each with a file that contains one.
     unknown: dict[str, int]
 
 
 def declare(
     source: Source, found: Found[ColossalFiles], contents: Contents, shapes: dict[str, list[int]]
 ) -> None:
-    """Add the moments under the parameters' names, and their findings."""
+    """Add the moments under the parameters' names, and findings about them."""
     seen = found.seen.optim
     if seen is None:
         return
@@ -240,7 +240,7 @@ def declare(
 
 
 def _states(contents: Contents, shards: range) -> _States:
-    """Read the states in the readable shards, by their tensors' names."""
+    """Read the states in the readable shards, from their tensors' names."""
     states = _States({}, {}, {})
     for i in shards:
         if not contents.readable(i):
@@ -267,7 +267,7 @@ def _states(contents: Contents, shards: range) -> _States:
 def _assembled(
     states: _States, names: dict[int, str], slot: str, shapes: dict[str, list[int]]
 ) -> list[tuple[str, list[int], list[tuple[int, int, int, int]]]]:
-    """Return the moments of one slot that fit their parameters: name, shape, and places of the elements."""
+    """Return the moments of one slot that fit their parameters: name, shape, and ranges of elements."""
     return [
         (name, shapes[name], [(math.prod(shapes[name]), moment[0], moment[1], 0)])
         for place, name in sorted(names.items())
@@ -276,9 +276,9 @@ def _assembled(
 
 
 def _fits(shape: list[int], whole: list[int]) -> bool:
-    """Return True for the parameter's shape, and for ZeRO's row of elements.
+    """Return True for the parameter's shape, and for a row of elements as ZeRO stores it.
 
-    The row is stored if only one data-parallel rank has a parameter, for example an expert.
+    A row is stored if only one data-parallel rank has a parameter, for example an expert.
 
     source: checkpoint_io/moe_checkpoint.py (gather_from_sharded_optimizer_state reshapes what it gathers)
     """
@@ -391,7 +391,7 @@ def _listed(content: Any) -> Any:
 
 
 def _groups(content: Any) -> list[list[int]] | None:
-    """Return the parameters' numbers, group by group."""
+    """Return the parameters' numbers by group."""
     content = _listed(content)
     if not isinstance(content, list) or not content:
         return None

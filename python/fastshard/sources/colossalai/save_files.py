@@ -1,4 +1,4 @@
-"""The files of a save that ColossalAI wrote, by their names and indexes."""
+"""The files of a ColossalAI save, from their names and indexes."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from ...common.records import dataclass
 
 @dataclass(frozen=True)
 class OptimFiles:
-    """The optimizer's files, which follow the model's."""
+    """The optimizer's files. In the list of files, they follow the model's."""
 
-    #: Folder that they lie in, below the root.
+    #: Their folder, relative to the root directory.
     folder: str
-    #: Numbers of the shards that are there.
+    #: Numbers of the existing shards.
     shards: range
     #: The file of the parameter groups.
     groups: int | None
-    #: What the names and the index say is wrong; it matters only where the optimizer is taken.
+    #: Findings derived from names and index; they matter only if the optimizer is requested.
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
 class ColossalFiles:
-    """The model's shards, and the optimizer's."""
+    """The files of the model and of the optimizer."""
 
-    #: Names of shards, with the file of each directory that has it.
+    #: Names of shards, with the file in each directory that contains it.
     shards: tuple[tuple[str, tuple[int, ...]], ...]
-    #: The shard that the indexes name for each tensor.
+    #: The shard in which the indexes place each tensor.
     weight_map: Mapping[str, str]
-    #: The tensors in the model's own order, where an index has it.
+    #: The tensors in the model's order, if an index states it.
     order: tuple[str, ...]
-    #: Shards that no index names, which are taken by their names.
+    #: Shards that no index names and that are used because of their names.
     whole: frozenset[str]
-    #: Pipeline stages by the names, counted from 1.
+    #: Pipeline stages in the names, counted from 1.
     stages: frozenset[int]
-    #: Expert-parallel ranks by the names; 0 without such.
+    #: Number of expert-parallel ranks in the names; 0 without any.
     experts: int
-    #: How names of shards begin.
+    #: Prefix of shard names.
     stem: str
     #: ``safetensors`` or ``bin``.
     kind: str
-    #: The index, if there is one only.
+    #: The index, if there is exactly one.
     index: File | None
-    #: Shards that it does not name.
+    #: Shards that the index does not name.
     unnamed: tuple[File, ...]
-    #: None where no optimizer was saved near the model.
+    #: The optimizer's files; None if no optimizer was saved near the model.
     optim: OptimFiles | None

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: ``.metadata`` and ``.distcp`` files, as FSDP, torchtitan and Megatron write
 them.
 
-torch checks neither coverage nor checksums when it loads; both are checked here.
+torch does not check coverage or checksums on loading; fastshard checks both.
 source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
 """
 
@@ -31,34 +31,36 @@ from . import metadata as dcp_metadata
 from . import optim, state_alone
 from .dcp_files import DcpFiles
 
-#: Megatron-LM's tracker holds the iteration's number or ``release``.
+#: Trackers. Megatron-LM's contains the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
-#: torch's own extension, by name and major version. source: torch/distributed/checkpoint/_extension.py
+#: torch's own record transform: its name and major version. source:
+#: torch/distributed/checkpoint/_extension.py
 _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
 
 def _known(transforms: list[str]) -> bool:
-    """Return True if the core reverses the transforms of a record."""
+    """Return True if the core can reverse the transforms of a record."""
     names = [(name, version.partition(".")[0]) for name, _, version in (t.partition("/") for t in transforms)]
     return names in ([], [(_ZSTD, _ZSTD_VERSION)])
 
 
-#: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the
-#: like. Files of records, by the rank that wrote them.
+#: Prefix of a record file's name, with the rank that wrote the file.
 _RECORDS_OF_RANK = compile_when_used(r"^__(\d+)_")
 _EXTRA_STATE = compile_when_used(r"(^|\.)_extra_state(\.|$)")
-#: Names that a finding gives at most.
+#: Maximum number of names in a finding.
 _MOST_NAMED = 8
-#: Records that are looked into at most: those that hold tensors are the largest.
+#: Maximum number of records to examine; the largest ones are those with tensors.
 _MAX_LOOKED_INTO = 256
 
 
 @dataclass
 class _Records(Source):
-    """A source whose modules may have their own state, which merges keep and no model has a place for."""
+    """A source whose modules may have their own extra state. Merges keep this state, but no model has a place
+    for it.
+    """
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """Return the source with its weights only, as every source does, without the modules' own state."""
+        """Return the source with its weights only, without the modules' extra state."""
         taken = super().weights_only(names_of, optimizer)
         own = [n for a in taken.files.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
         if not own:
@@ -83,7 +85,9 @@ _Tensors = list[tuple[str, list[int], list[Any]]]
 
 
 class Framework(Protocol):
-    """A framework that saves with torch.distributed.checkpoint, under its own names and with more files."""
+    """A framework that saves with torch.distributed.checkpoint, under its own names and with additional
+    files.
+    """
 
     def take(
         self,
@@ -94,14 +98,14 @@ class Framework(Protocol):
         tensors: _Tensors,
         options: Options,
     ) -> _Tensors | None:
-        """Declare the model by the framework's own files, and return its weights among the tensors.
+        """Declare the model from the framework's own files, and return the weights among the tensors.
 
-        None if the save is not this framework's.
+        None if another framework wrote the save.
         """
 
 
 class Dcp:
-    """Directories with ``.metadata``."""
+    """Directories that contain ``.metadata``."""
 
     name = "dcp"
 
@@ -109,7 +113,7 @@ class Dcp:
         self._frameworks = frameworks
 
     def detect(self, listing: Listing, options: Options) -> Found[DcpFiles] | None:
-        """Look for ``.metadata``; without it, ``.distcp`` files were not committed."""
+        """Look for ``.metadata``. Without it, ``.distcp`` files are not committed."""
         if listing.single:
             return None
         metadata = [f for f in listing.files if f.name == METADATA]
@@ -206,7 +210,7 @@ class Dcp:
     def declare(
         self, found: Found[DcpFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Declare every tensor as boxes; the metadata states all shapes."""
+        """Declare every tensor as boxes, with shapes from the metadata."""
         described = found.seen.metadata
         source: Source = _Records(
             found.framework,
@@ -257,7 +261,7 @@ class Dcp:
     def _tensors(
         self, source: Source, found: Found[DcpFiles], contents: Contents
     ) -> tuple[_Tensors, list[_Tensors]]:
-        """Return the tensors with their boxes, and further copies in other ranks' files, for comparison."""
+        """Return the tensors with their boxes, and copies in other ranks' files, for comparison."""
         by_record = {
             i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
             for i in found.records
@@ -325,7 +329,7 @@ class Dcp:
         names: list[str],
         paths: dict[str, list[str]],
     ) -> None:
-        """Declare a Hugging Face model by its config.json and its names, under any prefix."""
+        """Declare a Hugging Face model, based on its config.json and its names, under any prefix."""
         config, path = hf_config.config_of(listing, found.folder, options)
         model_prefix.recognise(source, names, config, options.prefix, paths)
         if config is None:
@@ -337,21 +341,21 @@ class Dcp:
 class _Placed:
     """The places of tensor records."""
 
-    #: The files that hold them.
+    #: The files that contain the records.
     files: list[File] = field(default_factory=list)
-    #: Of each file: offset, bytes, name, and whether it is compressed.
+    #: For each file: offset, size in bytes, and name of the records, and whether they are compressed.
     records: dict[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
-    #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies.
+    #: (name, first index of the chunk) -> (file, name of the record in it); several if ranks have copies.
     places: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = field(default_factory=dict)
 
 
 def _placed(
     described: dcp_metadata.Metadata, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
 ) -> _Placed:
-    """Locate the records of tensors in existing files, and number these files in order of occurrence.
+    """Find the tensor records in existing files, and number these files in order of occurrence.
 
     Raises:
-        FastshardError: ``FS514`` for records that are not read, ``FS106`` for two records of one name.
+        FastshardError: ``FS514`` for unsupported records, ``FS106`` for two records of the same name.
     """
     placed = _Placed()
     numbers: dict[str, int] = {}
@@ -411,9 +415,9 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
 
 
 def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
-    """Yield a finding if the chunks of a tensor cannot cover all of it, whatever its files hold.
+    """Yield a finding if the chunks of a tensor cannot cover it completely, whatever the files contain.
 
-    A lost file accounts for none of these elements.
+    A lost file does not explain these elements.
     """
     whole = math.prod(entry["shape"])
     lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
@@ -428,11 +432,11 @@ def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
 
 
 def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[Finding]:
-    """Report the contents of non-tensor records that results do not carry.
+    """Report the non-tensor records that results do not include.
 
     Args:
         names: names of all such records.
-        objects: the records that can be read.
+        objects: the readable records.
         alone: True if there are no other records.
     """
     findings = []
@@ -474,7 +478,7 @@ def _holds_tensors(place: tuple[Path, int, int]) -> bool:
 
 
 def _uncommitted(folder: str, loose: Sequence[File]) -> FastshardError:
-    """Build the error for files of records without the file that names them."""
+    """Build the error for files of records without the ``.metadata`` file that describes them."""
     return FastshardError.of(
         codes.UNCOMMITTED,
         "the file is missing: the save did not finish, or finished on another node",

@@ -1,4 +1,4 @@
-"""The places of records in a save of torch.distributed.checkpoint."""
+"""The places of records in a torch.distributed.checkpoint save."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .optim import Objects
 
 @dataclass(frozen=True)
 class DcpFiles:
-    """The contents of ``.metadata``, and those of its records that exist."""
+    """The contents of ``.metadata``, and of its existing records."""
 
-    #: What ``.metadata`` says, or those of all ranks together.
+    #: The contents of ``.metadata``, or the combined metadata of all ranks.
     metadata: Metadata
-    #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies.
+    #: (name, first index of the chunk) -> (file, name of the record in it); several if ranks have copies.
     places: Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, str]]]
-    #: Records that are no tensors, and can be read.
+    #: Readable records that are not tensors.
     objects: Objects
-    #: Names of which a record is in a file that is missing.
+    #: Names with a record in a missing file.
     lacking: Mapping[str, str]

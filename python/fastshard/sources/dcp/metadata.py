@@ -1,5 +1,5 @@
-"""The contents of torch.distributed.checkpoint's ``.metadata``, of one file or combined from several ranks'
-files.
+"""The contents of torch.distributed.checkpoint's ``.metadata``: from one file, or combined from several
+ranks' files.
 
 source: torch/distributed/checkpoint/{metadata,filesystem}.py
 """
@@ -23,9 +23,9 @@ from ...layouts.dcp_names import METADATA
 from ..base import lacking, missing
 from ..index_files import safe_relative
 
-#: Metadata of a rank that saved for itself.
+#: Metadata of a rank that saved independently.
 OF_RANK = compile_when_used(r"^__(\d{1,9})\.metadata$")
-#: Records of a rank.
+#: Record files of a rank.
 _RECORDS = compile_when_used(r"^__(\d{1,9})_\d+\.distcp$")
 #: safetensors name by torch dtype.
 _SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
@@ -35,10 +35,10 @@ class Metadata(TypedDict):
     """The contents of ``.metadata``, as the core returns them (``format/dcp.rs``)."""
 
     tensors: list[TensorEntry]
-    #: Names of what is no tensor.
+    #: Names of records that are not tensors.
     objects: list[str]
     stored: list[StoredAt]
-    #: Version of torch's format, where it is told.
+    #: Version of torch's format, if stated.
     version: str | None
 
 
@@ -47,7 +47,7 @@ class TensorEntry(TypedDict):
 
     name: str
     dtype: str | None
-    #: Keys of nested dicts that lead to it, where the planner left them.
+    #: Keys of nested dicts that lead to the tensor, if the planner recorded them.
     path: list[str] | None
     shape: list[int]
     #: (first index, extent) of each chunk.
@@ -55,15 +55,15 @@ class TensorEntry(TypedDict):
 
 
 class StoredAt(TypedDict):
-    """A record of a file."""
+    """A record in a file."""
 
     name: str
-    #: First index of the chunk; None for what is no tensor.
+    #: First index of the chunk; None for a record that is not a tensor.
     at: list[int] | None
     file: str
     offset: int
     len: int
-    #: What the bytes went through when they were written, the last first.
+    #: The transforms that were applied to the bytes on writing, last one first.
     transforms: list[str]
 
 
@@ -101,10 +101,10 @@ def read(listing: Listing, file: File) -> Metadata:
 
 
 def apart(stored: Iterable[StoredAt], path: str) -> None:
-    """Check that records do not share bytes: torch writes one after another.
+    """Check that records do not overlap; torch writes them one after another.
 
     Raises:
-        FastshardError: ``FS206`` if two do.
+        FastshardError: ``FS206`` if two records overlap.
     """
     ranges: dict[str, list[tuple[int, int, str]]] = {}
     for entry in (e for e in stored if safe_relative(e["file"])):
@@ -129,8 +129,8 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
 def as_records(described: Metadata, path: str) -> None:
     """Check that every record is a complete torch.save file, which is larger than its data.
 
-    ``FileSystemWriter`` can write one safetensors file for all (``SerializationFormat.SAFETENSORS``). It then
-    records wrong places, and torch cannot read that checkpoint either.
+    ``FileSystemWriter`` can write one safetensors file for all records (``SerializationFormat.SAFETENSORS``).
+    It then records wrong places, so that torch cannot read that checkpoint either.
 
     Raises:
         FastshardError: ``FS514`` for such a checkpoint.
@@ -157,10 +157,10 @@ def as_records(described: Metadata, path: str) -> None:
 
 
 def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> Metadata:
-    """Combine the metadata of ranks that saved separately, as one .metadata would state it.
+    """Combine the metadata of ranks that saved independently into what one .metadata would state.
 
-    Such ranks save with ``use_collectives=False``. Each states the full shapes of its tensors, and its own
-    chunks. Every rank saves the tensors that all of them share.
+    Such ranks save with ``use_collectives=False``. Each one states the full shapes of its tensors and its own
+    chunks. Every rank saves the tensors that all ranks share.
 
     Raises:
         FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.
@@ -213,7 +213,7 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
 
 
 def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list[Finding]:
-    """Report ranks that have records but no metadata, which alone names the records."""
+    """Report ranks that have records but no metadata, without which the records have no names."""
     there = {int(m[1]) for file in listing.within(folder) if (m := _RECORDS.match(file.name))}
     return [
         missing(
@@ -227,9 +227,9 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
 
 
 def same_save(described: Metadata, of_ranks: Metadata, tracker: File) -> None:
-    """Check that the metadata of single ranks agrees with that of all ranks next to it.
+    """Check that the metadata of single ranks agrees with that of all ranks in the same folder.
 
-    If they differ, one of them is from a save that was overwritten.
+    If they differ, one of them remains from an overwritten save.
 
     Raises:
         FastshardError: ``FS106`` if they differ.

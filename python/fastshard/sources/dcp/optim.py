@@ -1,7 +1,8 @@
-"""Moments in a DCP checkpoint (``optim.state.PARAMETER.SLOT``), and groups among its non-tensor records.
+"""Moments in a DCP checkpoint (``optim.state.PARAMETER.SLOT``), and parameter groups among its non-tensor
+records.
 
-torch gives them as ``{"state": ..., "param_groups": [...]}`` (nested) or with a name per parameter for each
-hyperparameter (flattened); both become names that are joined with dots.
+torch stores them as ``{"state": ..., "param_groups": [...]}`` (nested), or with one name per parameter and
+hyperparameter (flattened). In both cases the names are joined with dots.
 source: torch/distributed/checkpoint/state_dict.py (_get_optim_state_dict, _flatten_optim_state_dict)
 """
 
@@ -20,12 +21,12 @@ from ...layouts.declaration import Group, Moments, Source
 from ..base import Contents
 from ..zero.flat_state import scalar
 
-#: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters
+#: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers contain no dots; parameter names
 #: may.
 _MOMENT = compile_when_used(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
 _STEP = "step"
 
-#: A record that is no tensor: file, offset and bytes by name.
+#: Records that are not tensors: file, offset and size in bytes, by name.
 Objects = Mapping[str, tuple[Path, int, int]]
 
 
@@ -75,18 +76,18 @@ def attach(
 
 @dataclass(frozen=True)
 class _State:
-    """The optimizer state that the names describe."""
+    """The optimizer state that the tensor names show."""
 
     #: The parameter and the slot of each moment.
     slots: dict[str, tuple[str, str]]
-    #: What begins the names of moments.
+    #: Prefixes of the moments' names.
     tops: dict[str, None]
-    #: The first parameter with moments, as these name it.
+    #: The first parameter with moments, by its name in the moments.
     bare: str | None
-    #: Steps, and other scalars by name: file, and number in it.
+    #: Steps and other scalars, by name: file, and number in it.
     steps: list[tuple[int, int]]
     scalars: dict[str, tuple[int, int]]
-    #: State that cannot be taken.
+    #: Findings about state that cannot be converted.
     refused: list[Finding]
 
 
@@ -96,7 +97,7 @@ def _state_of(
     own: Mapping[str, str],
     shapes: Mapping[str, list[int]],
 ) -> _State:
-    """Look for moments, steps and settings by the own names of all tensors."""
+    """Find moments, steps and settings among the own names of all tensors."""
     slots: dict[str, tuple[str, str]] = {}
     tops: dict[str, None] = {}
     bare: str | None = None
@@ -143,7 +144,7 @@ def _state_of(
 def _not_of_one(
     source: Source, tops: list[str], bare: str | None, shapes: dict[str, list[int]]
 ) -> list[Finding]:
-    """Report several optimizers, or several models to which the one optimizer may belong."""
+    """Report several optimizers, or several models to which a single optimizer may belong."""
     if len(tops) > 1:
         return [
             Finding.of(
@@ -172,7 +173,7 @@ def _not_of_one(
 
 
 def read_object(place: tuple[Path, int, int]) -> Any:
-    """Read the value of a non-tensor record, by its file, offset and size in bytes.
+    """Read the value of a non-tensor record, given its file, offset and size in bytes.
 
     Raises:
         FastshardError: if it cannot be read.
@@ -192,7 +193,7 @@ def _number(contents: Contents, file: int, number: int) -> float:
 def _values(
     contents: Contents, objects: Objects, scalars: dict[str, tuple[int, int]], top: str
 ) -> dict[str, dict[str, Any]]:
-    """Read the records below ``param_groups.``: by group or parameter, then by key."""
+    """Read the records below ``param_groups.``: first by group or parameter, then by key."""
     begin = f"{top}param_groups."
     found: dict[str, dict[str, Any]] = {}
     for name in (*objects, *scalars):
@@ -204,7 +205,7 @@ def _values(
 
 
 def _groups(found: dict[str, dict[str, Any]], prefix: str, names: set[str]) -> list[Group] | None:
-    """Build groups of parameters from records ``param_groups.N.KEY`` or ``param_groups.PARAMETER.KEY``."""
+    """Build parameter groups from records ``param_groups.N.KEY`` or ``param_groups.PARAMETER.KEY``."""
 
     def called(parameter: Any) -> str | None:
         return next((p for p in (f"{prefix}{parameter}", str(parameter)) if p in names), None)

@@ -1,7 +1,7 @@
-"""Saves of torch.distributed.checkpoint that hold the state of an optimizer or of a run, and no model.
+"""torch.distributed.checkpoint saves that contain the state of an optimizer or a run, and no model.
 
-Trainers save these in a folder beside the model's, which may be in another format: such a folder is never
-taken for the model.
+Trainers store these in a folder next to the model's folder. The model may be in another format, so such a
+folder is never treated as the model.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from ...common.regex import compile_when_used
 from ...layouts.dcp_names import METADATA
 from . import metadata as dcp_metadata
 
-#: Names of tensors that belong to no model: below the optimizer's key, with Megatron-LM's chained ones; an
-#: optimizer's state dict saved by itself; what schedulers and random generators hold. source: accelerate
-#: utils/fsdp_utils.py, NeMo Automodel components/checkpoint/stateful_wrappers.py, Megatron-LM
-#: core/dist_checkpointing, core/optimizer
+#: Names of tensors that are not part of a model: those below the optimizer's key, including Megatron-LM's
+#: chained optimizers; those of an optimizer's state dict saved separately; and those of schedulers and random
+#: generators. source: accelerate utils/fsdp_utils.py, NeMo Automodel
+#: components/checkpoint/stateful_wrappers.py, Megatron-LM core/dist_checkpointing, core/optimizer
 _OF_STATE = compile_when_used(
     r"^(?:chained_\d+\.)?optim\w*\.|^(?:state|param_groups)\..*\.(?:step|exp_avg\w*|max_exp_avg_sq|momentum_buffer|lr)$"
     r"|^(?:\w*sched\w*|rng\w*|dataloader)[./]"
 )
 
-#: What names of a model's tensors end with. Those of an optimizer end with the name of a slot.
+#: Suffixes of a model's tensor names. Names of optimizer state end with a slot's name.
 _OF_WEIGHTS = (".weight", ".bias", ".kernel")
 
 
 def holds_no_model(listing: Listing, file: File) -> bool:
-    """Return True if a save names no tensor of a model.
+    """Return True if no tensor of a save belongs to a model.
 
     Args:
-        listing: contents of the roots.
+        listing: contents of the root directories.
         file: its ``.metadata``.
 
     Raises:
@@ -40,16 +40,16 @@ def holds_no_model(listing: Listing, file: File) -> bool:
 
 
 def names_no_model(metadata: dcp_metadata.Metadata) -> bool:
-    """Return True if metadata names no tensor of a model."""
+    """Return True if no tensor in the metadata belongs to a model."""
     return all(_OF_STATE.match(entry["name"]) for entry in metadata["tensors"])
 
 
 def shows_model(listing: Listing, file: File) -> bool:
-    """Return True if most tensors of a save are named as a model's weights are.
+    """Return True if most tensor names of a save are those of a model's weights.
 
     Args:
-        listing: contents of the roots.
-        file: its ``.metadata``. One that cannot be read shows nothing.
+        listing: contents of the root directories.
+        file: its ``.metadata``; the result is False if it cannot be read.
     """
     try:
         names = [entry["name"] for entry in dcp_metadata.read(listing, file)["tensors"]]
@@ -60,7 +60,7 @@ def shows_model(listing: Listing, file: File) -> bool:
 
 
 def refuse_state_alone(listing: Listing) -> None:
-    """Raise ``FS101`` if such saves are all that there is."""
+    """Raise ``FS101`` if all existing saves are of this kind."""
     files = [f for f in listing.files if f.name == METADATA and f.folder]
     if not files or not all(holds_no_model(listing, f) for f in files):
         return

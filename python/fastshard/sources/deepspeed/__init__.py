@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed: as a run writes them, and universal ones."""
+"""Checkpoints of DeepSpeed: as written by a run, and universal ones."""

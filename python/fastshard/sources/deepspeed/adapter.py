@@ -1,6 +1,6 @@
 """DeepSpeed checkpoints: ``latest``, ``global_stepN/``, model files, layer files and ZeRO partitions.
 
-GPT-NeoX writes the same files with its own layer names; such a framework is a :class:`Dialect`.
+GPT-NeoX writes the same files with its own layer names. Such a framework is a :class:`Dialect`.
 source: DeepSpeed runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name), runtime/pipe/module.py
 """
 
@@ -28,14 +28,14 @@ from ..zero.zero_files import ZeroFiles
 from . import autotp, experts
 from .step_files import DeepSpeedFiles
 
-#: A pipe topology without a model axis leaves out ``-model_TT``.
+#: A pipeline topology without a model axis omits ``-model_TT``.
 _LAYER = compile_when_used(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _RANK = compile_when_used(r"^mp_rank_(\d+)_model_states\.pt$")
 _ZERO3 = compile_when_used(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _OPTIM = compile_when_used(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _EXPERT = compile_when_used(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _EXPERTS_STATE = compile_when_used(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-#: Before DeepSpeed 0.6, without layers.
+#: Names of expert files before DeepSpeed 0.6, which do not include layers.
 _OLD_EXPERT = compile_when_used(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
 
 
@@ -57,7 +57,7 @@ def steps_of(listing: Listing) -> dict[str, Step]:
 
 @dataclass
 class Files:
-    """The files of one step, each list sorted by its numbers; several roots may have the same file."""
+    """The files of one step, with sorted lists. Several root directories may contain the same file."""
 
     #: (pipeline layer, tp rank, file)
     layers: list[tuple[int, int, File]] = field(default_factory=list)
@@ -67,14 +67,14 @@ class Files:
     sliced: list[tuple[int, int, File]] = field(default_factory=list)
     #: (data-parallel rank, model-parallel rank, file)
     optim: list[tuple[int, int, File]] = field(default_factory=list)
-    #: (mixture, expert, model-parallel rank, file)
+    #: (MoE layer, expert, model-parallel rank, file)
     experts: list[tuple[int, int, int, File]] = field(default_factory=list)
     #: (expert-parallel rank, model-parallel rank, file)
     expp: list[tuple[int, int, File]] = field(default_factory=list)
 
     @classmethod
     def of(cls, inside: list[File]) -> Files:
-        """Sort files by their names.
+        """Sort files by name.
 
         Raises:
             FastshardError: ``FS514`` for experts from before DeepSpeed 0.6.
@@ -110,7 +110,7 @@ class Files:
 
 
 class Dialect(Protocol):
-    """A framework that has DeepSpeed write its files, under separate names."""
+    """A framework whose files DeepSpeed writes, under its own names."""
 
     def take(
         self,
@@ -120,11 +120,13 @@ class Dialect(Protocol):
         states: list[dict[str, Any]],
         options: Options,
     ) -> tuple[Source, optimizer_state.Naming] | None:
-        """Declare the parameters and the names of their master weights; None for another framework's save."""
+        """Declare the parameters and the names of their master weights; None if another framework wrote the
+        save.
+        """
 
 
 class DeepSpeed:
-    """Checkpoints of ``engine.save_checkpoint``, ZeRO stages 0 to 3 and pipelines."""
+    """Checkpoints written by ``engine.save_checkpoint``, with ZeRO stages 0 to 3 and pipelines."""
 
     name = "deepspeed"
 
@@ -196,7 +198,7 @@ class DeepSpeed:
 
 
 def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
-    """Return the digits of the layer and rank numbers in the file names; 0 if there is no rank."""
+    """Return the numbers of digits of layer and rank numbers in the file names; 0 without ranks."""
     for _, _, file in layers:
         if match := _LAYER.match(file.name):
             return min(2, len(match[1])), min(2, len(match[2])) if match[2] else 0
@@ -204,7 +206,7 @@ def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
 
 
 def _refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
-    """Refuse layouts that are not read, by name."""
+    """Refuse unsupported layouts, and name them in the error."""
     for i, state in enumerate(states):
         config = as_dict(state.get("ds_config"))
         zero_config = as_dict(config.get("zero_optimization"))
@@ -223,7 +225,9 @@ def _plain(
     states: list[dict[str, Any]],
     options: Options,
 ) -> tuple[Source, optimizer_state.Naming]:
-    """Declare a model that is not GPT-NeoX under its own names, with full tensors unless a layout differs."""
+    """Declare a model other than GPT-NeoX under its own names, with full tensors unless a layout states
+    otherwise.
+    """
     seen = found.seen
     source = Source(
         found.framework,
@@ -289,7 +293,7 @@ def _plain(
 
 
 def _tensor_parallel(seen: DeepSpeedFiles, states: list[dict[str, Any]]) -> int:
-    """Return the tensor-parallel degree, as a file states it or as the names count."""
+    """Return the tensor-parallel degree that a file states or that the file names imply."""
     tp_degree = as_dict(states[0].get("checkpoint_parallel_dimensions")).get("tp_degree") if states else None
     if isinstance(tp_degree, int):
         return tp_degree
@@ -310,7 +314,7 @@ def _no_tensors(path: str) -> Finding:
 
 
 def _all_ranks(found: Found[DeepSpeedFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
-    """Check that all model-parallel ranks are present and from one step."""
+    """Check that all model-parallel ranks exist and are from the same step."""
     folder = found.folder
     findings += same_step(found, states, "mp")
     worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]

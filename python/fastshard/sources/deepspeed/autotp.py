@@ -1,8 +1,8 @@
-"""DeepSpeed's AutoTP: the division of each parameter among ranks, by the map of pieces in the model file.
+"""DeepSpeed's AutoTP: how ranks divide each parameter, according to the piece map in the model file.
 
 A piece is a block of the full parameter (``source``: offset and strides), with its place on a rank
-(``dest``). A parameter that is divided along one dimension, part by part and evenly, is read. Any other is
-refused by name.
+(``dest``). A parameter is supported if it is divided along one dimension, with each of its parts divided
+evenly. Others are refused by name.
 source: DeepSpeed module_inject/layers.py (collect_autotp_universal_checkpoint_info), checkpoint/affine.py,
     0.19
 """
@@ -38,8 +38,8 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
     """Add the rule of each parameter to a declaration.
 
     Raises:
-        FastshardError: ``FS514`` if the files do not state how a parameter is divided, or state a way that is
-            not read.
+        FastshardError: ``FS514`` if the files do not state how a parameter is divided, or the division is not
+            supported.
     """
     tp = degree(states)
     path = found.files[0].path
@@ -82,7 +82,7 @@ def _aliases(
     states: list[dict[str, Any]],
     path: str,
 ) -> None:
-    """Assign a parameter's rule to its aliases, and refuse tensors that are neither aliases nor buffers."""
+    """Copy a parameter's rule to its aliases, and refuse tensors that are neither aliases nor buffers."""
     module = as_dict(states[0].get("module"))
     shared = as_dict(states[0].get("shared_params"))
     names = states[0].get("buffer_names")
@@ -127,7 +127,7 @@ def _refused(
 
 
 def _name(pattern: Any) -> str | None:
-    """Return the name that a pattern matches, if it matches one name only."""
+    """Return the name that a pattern matches, if it matches exactly one."""
     if not isinstance(pattern, str) or not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
@@ -135,7 +135,7 @@ def _name(pattern: Any) -> str | None:
 
 
 def _rule(entry: dict[str, Any], tp: int) -> Divided | None:
-    """Return the dimension that ranks divide, by the pieces of all ranks; None for another division."""
+    """Return the dimension that ranks divide, according to all ranks' pieces; None for another division."""
     logical, ranks = entry.get("logical_shape"), as_dict(entry.get("ranks"))
     if not is_shape(logical) or set(ranks) != {str(r) for r in range(tp)} or not isinstance(logical, list):
         return None
@@ -170,8 +170,8 @@ def _spans(
 ) -> list[tuple[int, int, int]] | None:
     """Return the place and extent of each piece along a dimension, in the shard's order.
 
-    The place is the first index in the shard, and the first index in the full tensor. Return None if a piece
-    is not a slice along the dimension.
+    A place is the first index in the shard and the first index in the full tensor. The result is None if a
+    piece is not a slice along the dimension.
     """
     spans, pieces = [], rank.get("pieces")
     for piece in pieces if isinstance(pieces, list) else ():

@@ -1,7 +1,7 @@
-"""deepspeed.moe: a file for each expert of each layer, ``layer_L_expert_E_mp_rank_TT_model_states.pt``.
+"""deepspeed.moe: one file per expert and layer, ``layer_L_expert_E_mp_rank_TT_model_states.pt``.
 
-Experts have their number among all experts in file names and in tensor names. L counts the MoE layers. The
-model file has the remaining tensors, and the number of experts of each such layer.
+In file names and tensor names, experts are numbered among all experts. L counts the MoE layers. The model
+file contains the remaining tensors and the number of experts in each MoE layer.
 source: DeepSpeed runtime/engine.py (_save_moe_checkpoint, _get_expert_ckpt_name, num_experts)
 """
 
@@ -19,17 +19,17 @@ from .step_files import DeepSpeedFiles
 
 
 def counts(states: list[dict[str, Any]]) -> list[int]:
-    """Return the number of experts of each MoE layer by the model file; empty without experts."""
+    """Return the number of experts in each MoE layer, from the model file; empty without experts."""
     num_experts = states[0].get("num_experts") if states else None
     num_experts = num_experts if isinstance(num_experts, list) else [num_experts]
     return [n for n in num_experts if isinstance(n, int) and 0 < n <= 1 << 20]
 
 
 def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
-    """Refuse mixtures of experts that the files describe incompletely.
+    """Refuse MoE models that the files describe incompletely.
 
     Raises:
-        FastshardError: ``FS514`` for mixtures of several model-parallel ranks, and for AutoEP.
+        FastshardError: ``FS514`` for MoE models with several model-parallel ranks, and for AutoEP.
     """
     seen = found.seen
     what = None

@@ -1,7 +1,7 @@
 """DeepSpeed universal checkpoints: ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
 
 Stages 1 and 2 write ``{param: tensor, cat_dim}``, stage 3 a flat tensor. The model files are copied next to
-them, and state shapes, frozen parameters and further names.
+them; they state shapes, frozen parameters and aliases.
 source: DeepSpeed checkpoint/ds_to_universal.py
 """
 
@@ -27,27 +27,27 @@ from ..zero.flat_state import Model, name_list, scalar, tensor_index
 from ..zero.zero_files import ZeroFiles
 
 _PARAMETER = compile_when_used(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
-#: Stage 3 has a model file per data-parallel rank.
+#: Stage 3 has one model file per data-parallel rank.
 _MODEL = compile_when_used(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
-#: The parameter itself among the files of a parameter's folder.
+#: The parameter's values among the files in its folder.
 _VALUES = "fp32"
 _STEP = "step"
-#: What the optimizer has of all parameters.
+#: Optimizer state common to all parameters.
 _OF_ALL = "zero/optimizer_state.pt"
 
 
 @dataclass(frozen=True)
 class UniversalFiles(ZeroFiles):
-    """The files of parameters, and the model files with them."""
+    """The files of parameters, and the model files next to them."""
 
-    #: (parameter, what of it, file): ``fp32``, ``exp_avg``, ``step`` and the like.
+    #: (parameter, kind, file): the kind is ``fp32``, ``exp_avg``, ``step`` etc.
     parts: tuple[tuple[str, str, int], ...] = ()
-    #: The file of what the optimizer has of all parameters.
+    #: The file of the optimizer state common to all parameters.
     of_all: int | None = None
 
 
 class Universal:
-    """Checkpoints that ``ds_to_universal`` writes."""
+    """Checkpoints written by ``ds_to_universal``."""
 
     name = "universal"
 
@@ -172,9 +172,9 @@ class Universal:
     def _beside(
         source: Source, model: Model, contents: Contents, sliced: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Declare the further contents of the model files.
+        """Declare the other contents of the model files.
 
-        With stages 1 and 2 these are the 16-bit parameters, which are compared. With stage 3 they are frozen
+        For stages 1 and 2, these are the 16-bit parameters, which are compared. For stage 3, they are frozen
         parameters and buffers.
         """
         if not isinstance(model.state.get("module"), dict):
@@ -197,11 +197,11 @@ class Universal:
 class _Parts:
     """The contents of the parameters' folders."""
 
-    #: Name, shape and place of each tensor, by slot; the parameters' own values are one.
+    #: Name, shape and place of each tensor, by slot; the parameters' own values count as one slot.
     slots: dict[str, list[Any]] = field(default_factory=dict)
     #: Steps by file.
     steps: dict[int, list[float]] = field(default_factory=dict)
-    #: Files of parameters that are flat and whose shape nothing tells.
+    #: Files of flat parameters whose shape is unknown.
     flat: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -213,7 +213,7 @@ def _parts(
     shapes: dict[str, list[int]],
     padding: int,
 ) -> _Parts:
-    """Read the folders of all parameters except ``apart``; ``padding`` is the most that stage 3 may leave."""
+    """Read the folders of all parameters except ``apart``; ``padding`` is the maximum padding of stage 3."""
     parts = _Parts()
     for name, slot, index in found.seen.parts:
         if name in apart:
@@ -247,7 +247,7 @@ def _parts(
 
 
 def _buffers(model: Model) -> set[str]:
-    """Return the names of the buffers in the model file."""
+    """Return the names of buffers in the model file."""
     module = model.state.get("module")
     tensors = module if isinstance(module, dict) else {}
     return {
@@ -260,7 +260,7 @@ def _buffers(model: Model) -> set[str]:
 def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
     """Report frozen parameters that ds_to_universal leaves in the model files of several ranks.
 
-    Each of these files has a slice of a shard.
+    Each of these files contains a slice of a shard.
     """
     return [
         Finding.of(
@@ -278,7 +278,7 @@ def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
 
 
 def _report_unknown_shapes(folder: str, flat: list[str]) -> list[Finding]:
-    """Report parameters that stage 3 left flat: without a model file they have no shapes."""
+    """Report parameters that stage 3 stored flat; without a model file, their shapes are unknown."""
     if not flat:
         return []
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -290,7 +290,7 @@ def _report_unknown_shapes(folder: str, flat: list[str]) -> list[Finding]:
 
 
 def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str, list[int]]) -> list[Finding]:
-    """Report the moments that a trained parameter lacks and another has; frozen parameters have none."""
+    """Report trained parameters without moments that others have; frozen parameters have none."""
     names_by_slot = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
     trained = set(shapes) | set().union(*names_by_slot.values())
     start = f"{folder}/" if folder else ""

@@ -1,4 +1,4 @@
-"""Streams of EasyLM: the one that is meant, and its arrays as blocks that are read where they lie."""
+"""EasyLM's streams: the choice of the stream, and its arrays as blocks that are read in place."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from .streams import StoredArray, is_stream, scan
 
 #: source: EasyLM checkpoint.py (StreamingCheckpointer.save_all)
 _STREAM = compile_when_used(r"^streaming_(?P<what>train_state|params)(?:_(?P<step>\d{1,18}))?$")
-#: Weights of Hugging Face: a stream beside them is what somebody made of them, or they of it.
+#: Weights of Hugging Face. A stream next to them was converted from them, or they from it.
 _WEIGHTS = compile_when_used(r".*\.safetensors$|pytorch_model.*\.bin$")
-#: Bytes of a block: large arrays are read by rows.
+#: Size of a block in bytes; large arrays are read by rows.
 _BLOCK = 32 << 20
-#: Streams that a message names at most.
+#: Maximum number of streams in a message.
 _NAMED = 8
 
 
 @dataclass(frozen=True)
 class StreamFile:
-    """A stream, and what it holds."""
+    """A stream and its contents."""
 
     arrays: Sequence[StoredArray]
-    #: The blocks of each array: first index, extent, number of block.
+    #: The blocks of each array: first index, extent, number of the block.
     pieces: Sequence[list[tuple[list[int], list[int], int, int]]]
 
 
 class EasyLM:
-    """Files ``streaming_params`` and ``streaming_train_state``, and a single stream of another name."""
+    """Files ``streaming_params`` and ``streaming_train_state``, or a single stream of another name."""
 
     name = "easylm"
 
     def detect(self, listing: Listing, options: Options) -> Found[StreamFile] | None:
-        """Choose the stream, and find where its arrays lie.
+        """Choose the stream, and find the places of its arrays.
 
         Raises:
-            FastshardError: ``FS106`` for several streams of which nothing says which one is meant, and as
+            FastshardError: ``FS106`` for several streams if nothing determines which one to use, and as
                 :func:`~fastshard.sources.easylm.streams.scan`.
         """
         if not listing.single and any(_WEIGHTS.match(file.name) for file in listing.files):
@@ -118,10 +118,10 @@ def _path_of(listing: Listing, file: File) -> Path:
 
 
 def _choose(listing: Listing, streams: Sequence[File], options: Options) -> tuple[File, list[Finding]]:
-    """Choose the requested stream, else the only one, else the newest of those with a number.
+    """Choose the requested stream, or the only one, or the one with the highest number.
 
     Raises:
-        FastshardError: ``FS106`` if nothing says which one is meant, ``FS501`` for a step that is not there.
+        FastshardError: ``FS106`` if nothing determines which one to use, ``FS501`` for a missing step.
     """
     by_step = {file: match["step"] for file in streams if (match := _STREAM.match(file.name))}
     if options.step is not None:
@@ -164,19 +164,19 @@ def _count_more(count: int) -> str:
 
 
 def list_streams(folder: Path) -> list[Path]:
-    """List the streams in a folder, oldest first, those without a number last."""
+    """List the streams in a folder, oldest first; those without a number come last."""
     found = [(match, path) for path in folder.iterdir() if (match := _STREAM.match(path.name))]
     found.sort(key=lambda each: (each[0]["step"] is None, int(each[0]["step"] or 0), each[1].name))
     return [path for _, path in found if path.is_file()]
 
 
 class _Reader:
-    """A reader of blocks, straight into the buffer that is handed to it."""
+    """A reader that reads blocks directly into the given buffer."""
 
     def __init__(self, path: Path, label: str, *, is_remote: bool) -> None:
         self._path, self._label, self.is_remote = path, label, is_remote
         self._extents: dict[str, list[tuple[int, int]]] = {}
-        #: Key, dtype, shape, and bytes besides of each block.
+        #: Key, dtype, shape and additional bytes of each block.
         self.tensors: list[tuple[str, str, list[int], int]] = []
 
     def add(self, array: StoredArray) -> list[tuple[list[int], list[int], int, int]]:
@@ -200,7 +200,7 @@ class _Reader:
         """Fill ``view`` with the elements of a block.
 
         Raises:
-            FastshardError: ``FS506`` for a file that has become shorter, ``FS507`` if it cannot be read.
+            FastshardError: ``FS506`` for a file that has been truncated, ``FS507`` if it cannot be read.
         """
         done = 0
         with safe_files.opened(self._path, label=self._label, most=0) as descriptor:
@@ -249,7 +249,7 @@ class _Reader:
 
 
 def _find_within(extents: Iterable[tuple[int, int]], first: int, length: int) -> Iterable[tuple[int, int]]:
-    """Yield the parts of a file in which a range of an array's bytes lies."""
+    """Yield the ranges of a file that contain a range of an array's bytes."""
     for start, size in extents:
         if first < size and length:
             part = min(size - first, length)

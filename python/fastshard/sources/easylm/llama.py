@@ -1,4 +1,4 @@
-"""EasyLM's LLaMA: the model in a stream, told by its names, and what its config must say."""
+"""EasyLM's LLaMA: the recognition of a stream's model by its names, and requirements for its config."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..train_states import RefusedModel, bind_config, bind_model, take_unknown
 
 _NAME = "EasyLM"
 _LAYOUT, _OF_CONFIG, _MODEL_TYPE = "easylm.llama", "hf.llama", "llama"
-#: Where the model's names begin: a train state's, its parameters', and those alone that newer versions save.
+#: Prefixes of the model's names: in a train state, in its parameters, and in a save of parameters alone by
+#: newer versions.
 #: source: EasyLM checkpoint.py (StreamingCheckpointer.save_all)
 _ROOTS = ("params.params.", "params.", "")
-#: Every model of EasyLM has it as its first module.
+#: The first module of every EasyLM model.
 _MODULE = "transformer."
 _HEAD = "lm_head.kernel"
 _EXPORT = (
@@ -29,12 +30,12 @@ _EXPORT = (
 
 
 def describe(source: Source, names: Sequence[str], config: dict[str, Any] | None, path: Path | None) -> None:
-    """Declare table, axes and facts of the model in a stream; a model without a table gets none.
+    """Declare table, axes and facts for the model in a stream; a model without a table gets none.
 
     Args:
         source: the declaration.
         names: names of all arrays.
-        config: a Hugging Face ``config.json``: no stream states more of its model than the shapes.
+        config: a Hugging Face ``config.json``; streams state only the shapes of a model.
         path: its file.
 
     Raises:
@@ -65,7 +66,7 @@ def describe(source: Source, names: Sequence[str], config: dict[str, Any] | None
 
 
 def _find_unknown(config: dict[str, Any] | None, label: str | None) -> Finding | None:
-    """Say what is not known of the model, or that the config is of another kind of model."""
+    """Report unknown properties of the model, or a config for another kind of model."""
     if config is None:
         return Finding.of(
             codes.FACT_UNKNOWN,
@@ -90,7 +91,7 @@ def _find_unknown(config: dict[str, Any] | None, label: str | None) -> Finding |
 def _find_contradiction(
     config: dict[str, Any] | None, own: set[str], root: str, label: str | None
 ) -> Finding | None:
-    """Report an output layer that the model of the config does not have: EasyLM's always has one."""
+    """Report an output layer that the config's model does not have; EasyLM's always has one."""
     if config is None or not config.get("tie_word_embeddings") or _HEAD not in own:
         return None
     return Finding.of(

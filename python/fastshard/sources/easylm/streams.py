@@ -1,8 +1,8 @@
-"""Streams of EasyLM: where in the file each array lies, found without reading or decoding one.
+"""EasyLM's streams: the place of each array in the file, found without reading or decoding the arrays.
 
-A stream is one record for each array, a pair in msgpack: the keys that lead to it, and what Flax makes of
-the array. Anybody may have written it: each length is held against what contains it, nothing nests deeper
-than the grammar says, and payloads are passed over.
+A stream has one record per array, a msgpack pair: the keys that lead to the array, and Flax's encoding of it.
+Streams are untrusted. Each length is compared with that of the enclosing object, nesting is limited to that
+of the grammar, and payloads are skipped.
 
 source: EasyLM checkpoint.py (StreamingCheckpointer.save_train_state_to_file); flax serialization.py
     (to_bytes, _ndarray_to_bytes, _chunk); msgpack spec.md
@@ -22,24 +22,25 @@ from ...common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, item_size
 from ...common.errors import FastshardError, from_core
 from ...common.records import dataclass
 
-#: The first byte of a record, a pair.
+#: The first byte of a record, which is a pair.
 _PAIR = 0x92
-#: The kinds of objects that Flax adds to msgpack. source: flax serialization.py (_MsgpackExtType)
+#: Flax's extension types in msgpack. source: flax serialization.py (_MsgpackExtType)
 _NDARRAY, _SCALAR = 1, 3
 _CHUNKED = "__msgpack_chunked_array__"
-#: Arrays, chunks of one, and keys of one that are taken at most; bytes of a key, and dimensions.
+#: Maximum numbers of arrays, of chunks per array and of keys per array; maximum length of a key in bytes;
+#: maximum number of dimensions.
 _MOST_ARRAYS, _MOST_CHUNKS, _MOST_KEYS, _LONGEST_KEY, _MOST_DIMENSIONS = 1 << 17, 1 << 14, 64, 512, 32
-#: Bytes that are read at once to find headers.
+#: Number of bytes to read at once when looking for headers.
 _WINDOW = 1024
-#: numpy's name of a type -> that of safetensors.
+#: numpy dtype name -> safetensors dtype name.
 _DTYPES = {stored: name for name, stored in (NUMPY_NAMES | ML_DTYPES_NAMES).items()}
-#: First byte -> bytes of the length that follows, by what is meant.
+#: First byte -> number of length bytes that follow, by kind of object.
 _TEXT = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _EXT = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _UINT = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
-#: First byte of a lone value, which stands where no array was -> its bytes.
+#: First byte of a single value in place of an array -> its size in bytes.
 _LONE = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9} | {
     first: 1 + size for first, size in _UINT.items()
 }
@@ -47,20 +48,20 @@ _LONE = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5,
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a stream: its bytes, C-ordered and little-endian, in one extent or in several."""
+    """An array in a stream: its C-ordered, little-endian bytes, in one or several extents."""
 
     #: Keys joined by dots.
     name: str
     keys: tuple[str, ...]
-    #: As safetensors names it.
+    #: dtype by its safetensors name.
     dtype: str
     shape: tuple[int, ...]
-    #: First byte in the file, and bytes.
+    #: (offset in the file, number of bytes)
     extents: tuple[tuple[int, int], ...]
 
 
 def is_stream(path: Path) -> bool:
-    """Return True if a file begins as a stream does: a pair, of which the first is a list of texts."""
+    """Return True if a file begins like a stream: with a pair whose first item is a list of strings."""
     head = safe_files.read_bytes(path, 3, whole=False)
     if len(head) < 3 or head[0] != _PAIR or not 0x91 <= head[1] <= 0x9F:
         return False
@@ -71,8 +72,8 @@ def scan(path: Path, label: str) -> list[StoredArray]:
     """Find the arrays of a stream.
 
     Raises:
-        FastshardError: ``FS312`` for a stream that ends within a record, ``FS601`` for what is no stream,
-            ``FS206`` for two arrays of one name, ``FS514`` for a type that safetensors has no name for.
+        FastshardError: ``FS312`` for a stream that ends within a record, ``FS601`` for a file that is not a
+            stream, ``FS206`` for two arrays of the same name, ``FS514`` for a dtype that safetensors lacks.
     """
     with safe_files.opened(path, label=label, most=0) as descriptor:
         scanner = _Scanner(path, label, descriptor)
@@ -87,7 +88,9 @@ def scan(path: Path, label: str) -> list[StoredArray]:
 
 
 def _refuse_same_name(array: StoredArray, other: StoredArray, label: str) -> FastshardError:
-    """Make the error for two records of one name, which may have different keys: a key may hold a dot."""
+    """Build the error for two records of the same name; their keys may differ, because a key may contain a
+    dot.
+    """
     if array.keys == other.keys:
         return FastshardError.of(
             codes.OVERLAP,
@@ -109,12 +112,12 @@ def _refuse_same_name(array: StoredArray, other: StoredArray, label: str) -> Fas
 
 
 class _Scanner:
-    """A place in a file, and what is read there."""
+    """A position in a file, with methods that read from there."""
 
     def __init__(self, path: Path, label: str, descriptor: int) -> None:
         self._path, self._label, self._descriptor = path, label, descriptor
         self._size = os.fstat(descriptor).st_size
-        #: The next byte to read.
+        #: Offset of the next byte to read.
         self._at = 0
         self._window, self._window_at = b"", 0
         #: The array that is being read, for messages.
@@ -122,7 +125,7 @@ class _Scanner:
         self._keys: tuple[str, ...] = ()
 
     def refuse(self, what: str) -> FastshardError:
-        """Make the error for bytes that no stream has."""
+        """Build the error for bytes that do not occur in streams."""
         return FastshardError.of(
             codes.UNSAFE_HEADER,
             f"malformed stream of EasyLM: {what}",
@@ -133,7 +136,7 @@ class _Scanner:
         )
 
     def _cut(self, end: int) -> FastshardError:
-        """Make the error for a stream that ends too early."""
+        """Build the error for a stream that ends too early."""
         return FastshardError.of(
             codes.TRUNCATED,
             "the stream ends within a record",
@@ -146,7 +149,7 @@ class _Scanner:
         )
 
     def _take(self, count: int, end: int) -> bytes:
-        """Read a few bytes, which must lie before ``end``."""
+        """Read a few bytes, which must be before ``end``."""
         if self._at + count > end:
             raise self._cut(self._at + count) if end == self._size else self.refuse("a length")
         if not (self._window_at <= self._at and self._at + count <= self._window_at + len(self._window)):
@@ -171,7 +174,9 @@ class _Scanner:
         return int.from_bytes(self._take(size, end), "big")
 
     def _take_length(self, end: int, sizes: dict[int, int], what: str, *, short: tuple[int, int]) -> int:
-        """Read a header, and return the length in it; first bytes in ``short`` have it themselves."""
+        """Read a header, and return the length in it; the first bytes in ``short`` contain the length
+        themselves.
+        """
         first = self._take(1, end)[0]
         if first in sizes:
             return self._take_int(sizes[first], end)
@@ -181,7 +186,7 @@ class _Scanner:
         raise self.refuse(f"no {what}")
 
     def _take_end(self, length: int, end: int) -> int:
-        """Return where something of a length ends, which must be inside what contains it."""
+        """Return the end of an object of a given length, which must be inside the enclosing one."""
         inner = self._at + length
         if inner > end:
             raise self._cut(inner) if end == self._size else self.refuse(f"a length of {length}")
@@ -197,14 +202,14 @@ class _Scanner:
             raise self.refuse(f"{what} that is not text") from None
 
     def _take_count(self, end: int, what: str, most: int) -> int:
-        """Read the header of a list."""
+        """Read the header of a list, and return its length."""
         count = self._take_length(end, {0xDC: 2, 0xDD: 4}, what, short=(0x90, 0x9F))
         if count > most:
             raise self.refuse(f"{count} {what}")
         return count
 
     def _take_pairs(self, end: int, what: str, most: int) -> int:
-        """Read the header of a map."""
+        """Read the header of a map, and return its length."""
         count = self._take_length(end, {0xDE: 2, 0xDF: 4}, what, short=(0x80, 0x8F))
         if count > most:
             raise self.refuse(f"{count} {what}")
@@ -214,7 +219,7 @@ class _Scanner:
         return self._take_length(end, _UINT, "size of a dimension", short=(0x00, 0x7F))
 
     def scan_records(self) -> Iterator[StoredArray]:
-        """Yield the array of each record; a record without one is passed over."""
+        """Yield the array of each record; records without an array are skipped."""
         while self._at < self._size:
             self._name = None
             if self._take(1, self._size)[0] != _PAIR:
@@ -239,7 +244,7 @@ class _Scanner:
                 yield array
 
     def _scan_value(self, name: str, end: int) -> StoredArray | None:
-        """Read what Flax made of a value; None for a number or a mark, which are no tensors."""
+        """Read Flax's encoding of a value; None for a number or a mark, which are not tensors."""
         first = self._take(1, end)[0]
         if first <= 0x7F or first >= 0xE0 or first in _LONE:
             self._at += _LONE.get(first, 1) - 1
@@ -257,7 +262,7 @@ class _Scanner:
             raise self.refuse("bytes outside any record")
 
     def _scan_array(self, end: int) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-        """Read dtype, shape and place of an array, and pass over its elements."""
+        """Read an array's dtype, shape and place, and skip its elements."""
         first = self._take(1, end)[0]
         if first in _FIXED_EXT:
             length = _FIXED_EXT[first]
@@ -295,7 +300,7 @@ class _Scanner:
         return dtype, shape, (start, size)
 
     def _scan_chunks(self, name: str, end: int) -> StoredArray | None:
-        """Read an array that Flax divided, since msgpack has a limit for one object.
+        """Read an array that Flax divided because msgpack limits the size of an object.
 
         source: flax serialization.py (_chunk): a map of the mark, the shape and the flat parts
         """
@@ -326,7 +331,7 @@ class _Scanner:
         return StoredArray(name, self._keys, dtypes.pop(), shape, tuple(extent for _, _, extent in parts))
 
     def _numbered(self, end: int, most: int) -> Iterator[int]:
-        """Yield the numbers of a map that stands for a list: its keys count from zero."""
+        """Yield the numbers of a map that represents a list: its keys count from zero."""
         for number in range(self._take_pairs(end, "numbered parts", most)):
             if self._take_text(end, "number") != str(number):
                 raise self.refuse("parts in the wrong order")

@@ -1,1 +1,1 @@
-"""Files that each rank of FSDP saves separately, with DTensors or ShardedTensors."""
+"""Files that each FSDP rank saves separately, with DTensors or ShardedTensors."""

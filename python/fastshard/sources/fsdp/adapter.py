@@ -1,10 +1,10 @@
-"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, accelerate's, other ``*rank_R.pt``,
-and ``model_R.pt`` of torch_checkpointing without ``metadata.pkl``.
+"""FSDP rank files: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, those of accelerate, other
+``*rank_R.pt`` files, and ``model_R.pt`` of torch_checkpointing without ``metadata.pkl``.
 
-Each rank saves its own state dict. A DTensor states the mesh, the rank's place in it and the placements. A
-ShardedTensor states its shards and their offsets. Both state the shape of the full tensor, so the adapter
-proves that the boxes tile it, and finds a file under another rank's name. Plain tensors are the same on every
-rank, and are compared.
+Each rank saves its own state dict. A DTensor states the mesh, the rank's place in it, and the placements. A
+ShardedTensor states its shards and their offsets. Both state the shape of the full tensor, so the adapter can
+check that the boxes tile it, and can detect a file under another rank's name. Plain tensors are the same on
+every rank, and are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import find_files, flat_params, optim
 from .find_files import FsdpFiles
 from .rank_files import Ranks
 
-#: Most tensors that findings of one kind name.
+#: Maximum number of tensors named in findings of one kind.
 _MOST_NAMED = 8
 
 
@@ -37,7 +37,7 @@ class FsdpRanks:
         self._any_name = any_name
 
     def detect(self, listing: Listing, options: Options) -> Found[FsdpFiles] | None:
-        """Look for files that are numbered by ranks."""
+        """Look for files that are numbered by rank."""
         save = find_files.saved(listing, options, any_name=self._any_name)
         if save is None:
             return None
@@ -105,7 +105,7 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
 
 
 def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
-    """Declare pieces of flat parameters in order: they are vectors until a config states their shapes."""
+    """Declare the pieces of flat parameters in order. They are vectors until a config gives their shapes."""
     ranges_by_name, whole = flat_params.pieces(
         ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
     )
@@ -120,7 +120,7 @@ def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
 
 
 def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Set the shapes of vectors by the model's table.
+    """Set the shapes of vectors according to the model's table.
 
     Raises:
         FastshardError: ``FS209`` if a shape is unknown.
@@ -156,7 +156,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
 
 
 def _check_world_size(listing: Listing, folder: str, ranks: int) -> list[Finding]:
-    """Check the number of ranks in ``fsdp_config.json``, next to the files. source: verl, SkyRL"""
+    """Check the number of ranks against ``fsdp_config.json`` next to the files. source: verl, SkyRL"""
     file = listing.find(f"{folder}/fsdp_config.json" if folder else "fsdp_config.json")
     config = read_json(listing, file) if file is not None else None
     world = config.get("world_size") if isinstance(config, dict) else None
@@ -177,7 +177,7 @@ def _check_world_size(listing: Listing, folder: str, ranks: int) -> list[Finding
 def _collect(
     source: Source, ranks: Ranks, rank: int, boxes: Boxes, only: Collection[str] | None = None
 ) -> None:
-    """Add the contents of one rank's file, or those of its tensors that have these names."""
+    """Collect the contents of one rank's file, or only those of its tensors that have the given names."""
     file = ranks.files[rank]
     if not ranks.contents.readable(file):
         return
@@ -253,7 +253,7 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
 
 
 def _no_ranks(ranks: Ranks) -> FastshardError:
-    """Build the error for numbered files of a trainer that hold no parts: their numbers may be epochs."""
+    """Build the error for a trainer's numbered files that contain no parts; their numbers may be epochs."""
     return FastshardError.of(
         codes.NOT_A_CHECKPOINT,
         "unknown checkpoint format: numbered files that hold no parts of tensors",

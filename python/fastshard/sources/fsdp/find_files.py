@@ -1,4 +1,4 @@
-"""The files of ranks: trainers' names for them, and the choice among several saves.
+"""Rank files: trainers' names for them, and the choice among several saves.
 
 source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py, accelerate
     utils/fsdp_utils.py
@@ -19,13 +19,14 @@ from ..choose_step import folder_of, within_this
 from ..dcp.metadata import one_of
 from ..step_names import is_step
 
-#: Of each rank: the model, and beside it the optimizer and the rest of the trainer's state. verl, SkyRL
+#: For each rank: the model, and next to it the optimizer and the rest of the trainer's state. verl, SkyRL
 _WORLD = compile_when_used(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
-#: accelerate, where it does not use torch.distributed.checkpoint.
+#: accelerate's names, for saves without torch.distributed.checkpoint.
 _ACCELERATE = compile_when_used(r"^(pytorch_model_fsdp|optimizer)(?:_(\d+))?_rank_?(\d+)\.bin$")
-#: Any other trainer's.
+#: Names of other trainers.
 _ANY = compile_when_used(r"^(.*?[._-])?rank[_-]?(\d+)\.(?:pt|pth|bin)$")
-#: torch_checkpointing's, of an item without a resharder. source: torch_checkpointing checkpoint_layout.py
+#: torch_checkpointing's names for an item without a resharder. source: torch_checkpointing
+#: checkpoint_layout.py
 _ITEM = compile_when_used(r"^(model|optimizer)_(\d+)\.pt$")
 _KINDS = {"pytorch_model_fsdp": "model", "optimizer": "optim"}
 #: source: verl trainer; Megatron-LM has the same name for it
@@ -39,21 +40,21 @@ class Named:
     file: File
     kind: str
     rank: int
-    #: Ranks of the run.
+    #: Number of ranks in the run.
     world: int | None
 
 
 @dataclass(frozen=True)
 class FsdpFiles:
-    """The files of ranks, by rank: their numbers in ``Found.files``."""
+    """Rank files, by rank: their numbers in ``Found.files``."""
 
-    #: The model's.
+    #: Files of the model.
     model: Mapping[int, int]
-    #: The optimizer's.
+    #: Files of the optimizer.
     optim: Mapping[int, int]
-    #: Those of the rest of the trainer's state.
+    #: Files of the rest of the trainer's state.
     extra: Mapping[int, int]
-    #: Ranks of the run by the files' names.
+    #: Number of ranks in the run, according to the file names.
     world: int | None
 
 
@@ -63,20 +64,20 @@ class Saved:
 
     folder: str
     step: str | None
-    #: By rank; of each kind.
+    #: Files of each kind, by rank.
     model: dict[int, File] = field(default_factory=dict)
     optim: dict[int, File] = field(default_factory=dict)
     extra: dict[int, File] = field(default_factory=dict)
-    #: Ranks of the run by the files' names.
+    #: Number of ranks in the run, according to the file names.
     world: int | None = None
     findings: list[Finding] = field(default_factory=list)
 
 
 def named(file: File, *, any_name: bool = False) -> Named | None:
-    """Parse the name of a rank's file; None for other files.
+    """Parse the name of a rank file; None for other files.
 
     Raises:
-        FastshardError: ``FS106`` for a rank that is higher than any run has.
+        FastshardError: ``FS106`` for a rank higher than in any run.
     """
     if match := _WORLD.match(file.name):
         return Named(file, match[1], counted(match[3], file), counted(match[2], file))
@@ -92,12 +93,12 @@ def named(file: File, *, any_name: bool = False) -> Named | None:
 
 
 def is_item(file: File) -> bool:
-    """Return True for names that files of single models share with torch_checkpointing's rank files."""
+    """Return True for names that files of single models and torch_checkpointing's rank files may have."""
     return _ITEM.match(file.name) is not None
 
 
 def _kind(stem: str) -> str:
-    """Return the kind of file of another trainer: the model, unless its name says something else."""
+    """Return the kind of another trainer's file: the model, unless its name states otherwise."""
     if "optim" in stem.lower():
         return "optim"
     return (
@@ -111,7 +112,7 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     """Choose the save to read; None if there is none.
 
     Raises:
-        FastshardError: ``FS106`` if nothing decides among several models or runs; as
+        FastshardError: ``FS106`` if nothing determines which of several models or runs to use; as
             :func:`fastshard.sources.choose_step.choose`.
     """
     found = [one for f in listing.files if (one := named(f, any_name=any_name)) is not None]

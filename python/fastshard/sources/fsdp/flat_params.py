@@ -1,7 +1,7 @@
 """FSDP1's LOCAL_STATE_DICT: flat parameters without names.
 
-With ``use_orig_params`` the pieces of each parameter are stored next to them, as views of one storage. In the
-order of the ranks they are the elements of the parameter. Only a model's config states its shape. Without
+With ``use_orig_params``, the pieces of each parameter are also stored, as views of one storage. In rank
+order, they are the parameter's elements. Only a model's config states the parameter's shape. Without
 ``use_orig_params`` there are no names either.
 source: torch/distributed/fsdp/{_state_dict_utils,_flat_param}.py
 """
@@ -18,28 +18,28 @@ from ...common.errors import FastshardError
 #: source: torch/distributed/fsdp/_common_utils.py
 _FLAT = "_flat_param"
 
-#: Pieces of a parameter: elements, file, tensor in it, first element there.
+#: A piece of a parameter: number of elements, file, tensor in the file, first element in the tensor.
 Range = tuple[int, int, int, int]
 
 
 def is_flat(distributed: Mapping[int, _core.Distributed]) -> bool:
-    """Return True if ranks have flat parameters."""
+    """Return True if the ranks store flat parameters."""
     return any(part["path"][-1].endswith(_FLAT) for one in distributed.values() for part in one["parts"])
 
 
 def pieces(
     files: Mapping[int, int], listed: Mapping[int, Sequence[_core.StoredTensor]]
 ) -> tuple[dict[str, list[Range]], set[str]]:
-    """Return the pieces of each parameter by name, in the order of the ranks, and names of full tensors.
+    """Return the pieces of each parameter by name, in rank order, and the names of full tensors.
 
-    Each rank stores the full tensors.
+    Each rank stores all full tensors.
 
     Args:
         files: files of the ranks.
         listed: the tensors in them, by rank.
 
     Raises:
-        FastshardError: ``FS514`` if flat parameters have no names next to them.
+        FastshardError: ``FS514`` if flat parameters are stored without names.
     """
     found: dict[str, list[Range]] = {}
     whole: set[str] = set()

@@ -1,8 +1,8 @@
-"""The optimizer's state of ranks: ``optim_world_size_N_rank_R.pt``, and the trainers' files next to it.
+"""The ranks' optimizer state: ``optim_world_size_N_rank_R.pt``, and the trainers' files next to it.
 
-torch's optimizers number their parameters in the order of the model; frozen ones keep their number. FSDP2
-keeps each moment as a DTensor of its parameter's shape. FSDP1 keeps the elements of the flat parameter on the
-rank, one after another.
+torch's optimizers number parameters in model order; frozen parameters are numbered too. FSDP2 stores each
+moment as a DTensor with its parameter's shape. FSDP1 stores the moments of the rank's elements of the flat
+parameter, concatenated.
 source: torch/optim/optimizer.py (state_dict), verl utils/checkpoint/fsdp_checkpoint_manager.py
 """
 
@@ -72,13 +72,13 @@ def attach(
 
 
 class _Slots:
-    """The state of each parameter, by slot and by the optimizer's own key."""
+    """The state of each parameter, by slot and by the optimizer's key."""
 
     def __init__(self, ranks: Ranks, contents: Contents) -> None:
-        #: DTensors and wholes.
+        #: DTensors and full tensors.
         self.boxes: dict[str, dict[str, None]] = {}
         self.all: dict[str, Boxes] = {}
-        #: Ranges of a flat parameter, by rank.
+        #: Ranges of flat parameters, by rank.
         self.flat: dict[str, dict[str, list[tuple[int, int, int, int]]]] = {}
         self.unread: list[Finding] = []
         for rank, file in sorted(ranks.files.items()):
@@ -107,18 +107,18 @@ class _Slots:
                     boxes.add(place[0], [0] * len(tensor["shape"]), tensor["shape"], file, number)
 
     def every_key(self) -> set[str]:
-        """Return the optimizer's keys that have any state."""
+        """Return the optimizer's keys that have state."""
         return {key for slot in self.boxes.values() for key in slot} | {
             key for slot in self.flat.values() for key in slot
         }
 
     def shape(self, key: str) -> list[int] | None:
-        """Return the shape of a key's parameter by its moments; None if they do not show it."""
+        """Return the shape of a key's parameter according to its moments; None if they do not show it."""
         shapes = {tuple(self.all[slot].shape(key)) for slot, keys in self.boxes.items() if key in keys}
         return list(shapes.pop()) if len(shapes) == 1 else None
 
     def elements(self, key: str) -> int | None:
-        """Return the number of elements of a parameter whose moments are flat."""
+        """Return the number of elements of a parameter with flat moments."""
         counts = {sum(n for n, *_ in keys[key]) for keys in self.flat.values() if key in keys}
         return counts.pop() if len(counts) == 1 else None
 
@@ -147,14 +147,14 @@ class _Slots:
 
 
 def _place(path: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return key and slot of the path ``state.KEY.SLOT``."""
+    """Return the key and the slot in the path ``state.KEY.SLOT``."""
     return (path[1], path[2]) if len(path) == 3 and path[0] == "state" else None
 
 
 def _named(
     states: dict[int, dict[str, Any]], parameters: list[str], shapes: dict[str, list[int]], slots: _Slots
 ) -> dict[str, str] | None:
-    """Return the parameter of each of the optimizer's keys; None if it is unknown or ambiguous."""
+    """Return the parameter for each of the optimizer's keys; None if they are unknown or ambiguous."""
     keys = slots.every_key()
     if keys and keys <= set(shapes):
         # FSDP.optim_state_dict gives names.
@@ -199,7 +199,7 @@ def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
 
 
 def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
-    """Return steps of the optimizer, one per parameter."""
+    """Return the optimizer's steps, one per parameter."""
     steps = []
     tensors = contents.tensors(file) if contents.readable(file) else []
     for entry in as_dict(state.get("state")).values():
@@ -213,7 +213,9 @@ def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
 
 
 def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], what: str) -> list[Finding]:
-    """Check by the files next to the model files, which state no step, that all ranks are from one step."""
+    """Check that all ranks are from one step, using the files next to the model files, which do not state a
+    step.
+    """
     seen = {rank: tuple(sorted(set(steps))) for rank, steps in steps_by_rank.items() if steps}
     usual = Counter(seen.values()).most_common(1)[0][0] if seen else ()
     return [

@@ -1,8 +1,9 @@
-"""The box of a tensor that a rank stores, by the placements in its DTensor.
+"""The box of a tensor that a rank stores, according to its DTensor's placements.
 
-source: torch/distributed/tensor/{_utils,_dtensor_spec,placement_types}.py. torch's own
-compute_local_shape_and_global_offset reads strided shards from left to right. For uneven extents that is not
-what FSDP2 stores, as it divides what tensor parallelism leaves (fsdp/_fully_shard/_fsdp_param.py).
+source: torch/distributed/tensor/{_utils,_dtensor_spec,placement_types}.py. torch's
+    compute_local_shape_and_global_offset reads strided shards from left to right. For uneven extents, FSDP2
+    stores other boxes, because it divides the shards of tensor parallelism
+    (fsdp/_fully_shard/_fsdp_param.py).
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from ... import _core
 
 
 class Unreadable(Exception):
-    """The reason why a placement is not read."""
+    """The reason why a placement is not supported."""
 
 
 def box(shape: Sequence[int], mesh: _core.Mesh, part: _core.RankPart) -> tuple[list[int], list[int]] | None:
-    """Return first index and extent of a rank's box; None for a rank that is not in the mesh.
+    """Return first index and extent of a rank's box; None for a rank outside the mesh.
 
     Args:
         shape: shape of the full tensor.
-        mesh: ``shape`` and ``coordinate``, as the core gives them.
+        mesh: ``shape`` and ``coordinate``, in the core's form.
         part: ``placements`` and ``order``.
 
     Raises:
-        Unreadable: for terms of a sum, and for placements that do not determine the box.
+        Unreadable: for partial sums, and for placements that do not determine the box.
     """
     sizes, at = mesh["shape"], mesh["coordinate"]
     lo, extent = [0] * len(shape), list(shape)
@@ -43,14 +44,14 @@ def box(shape: Sequence[int], mesh: _core.Mesh, part: _core.RankPart) -> tuple[l
 def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
     """Return the range of one of ``count`` chunks.
 
-    torch.chunk divides so: the last chunks may be short, or empty.
+    The division is that of torch.chunk: the last chunks may be shorter, or empty.
     """
     each = -(-extent // count) if count else 0
     return min(index * each, extent), min((index + 1) * each, extent)
 
 
 def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
-    """Return each divided tensor dimension, with the mesh dimensions that divide it, in that order."""
+    """Return each divided tensor dimension with the mesh dimensions that divide it, in that order."""
     found: dict[int, list[int]] = {}
     declared: dict[int, list[int]] = dict(part["order"] or [])
     for d in reversed(range(len(part["placements"]))):

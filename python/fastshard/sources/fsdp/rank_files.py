@@ -1,4 +1,4 @@
-"""The files of ranks of one kind, checked for completeness and for the rank that each states."""
+"""Rank files of one kind, checked for completeness and for the rank that each file states."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .placements import Unreadable, box
 
 @dataclass
 class Ranks:
-    """The files of one kind, each with its statement of its place."""
+    """Rank files of one kind, with the place that each file states."""
 
     found: Found[FsdpFiles]
     contents: Contents
-    #: By rank, by the files' names.
+    #: Files by rank, according to the file names.
     files: dict[int, int]
     findings: list[Finding] = field(default_factory=list)
-    #: True if a file is missing, cannot be read, or is not the one that its name says.
+    #: True if a file is missing, cannot be read, or does not belong to the rank in its name.
     broken: bool = False
-    #: What each file says of parts.
+    #: The parts of tensors that each file describes.
     distributed: dict[int, _core.Distributed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,20 +48,20 @@ class Ranks:
         return self.found.files[self.files[rank]].path
 
     def parameters(self) -> set[str]:
-        """Return the names of divided tensors: each rank has its own copy of a buffer."""
+        """Return the names of divided tensors, without buffers, of which each rank has its own copy."""
         return {".".join(part["path"]) for record in self.distributed.values() for part in record["parts"]}
 
     def paths(self) -> dict[str, list[str]]:
-        """Return the keys of nested dicts that lead to each tensor, by its name."""
+        """Return the keys of nested dicts that lead to each tensor, by tensor name."""
         parts = [part["path"] for record in self.distributed.values() for part in record["parts"]]
         files = [file for file in self.files.values() if self.contents.readable(file)]
         parts += [tensor["path"] for file in files for tensor in self.contents.tensors(file)]
         return {".".join(path): path for path in parts}
 
     def aliases(self) -> set[str]:
-        """Return other names of tied parameters.
+        """Return the aliases of tied parameters.
 
-        An alias has the place of another tensor on every rank that has any of them.
+        An alias shares its place with another tensor on every rank that has either of them.
         """
         found: dict[str, bool] = {}
         for file in self.files.values():
@@ -76,7 +76,7 @@ class Ranks:
         return {name for name, is_alias in found.items() if is_alias}
 
     def boxes_of(self, rank: int, part: _core.RankPart) -> list[tuple[list[int], list[int], int]]:
-        """Return the boxes of one tensor that a rank stores, each with its tensor in the file.
+        """Return a rank's boxes of one tensor, each with the tensor in the file.
 
         Raises:
             FastshardError: ``FS514`` for a placement that does not determine a box.
@@ -98,7 +98,7 @@ class Ranks:
         return [] if bounds is None else [(*bounds, part["tensor"])]
 
     def _all_there(self) -> None:
-        """Check that all ranks are present: by file names, else by contents, else up to the last rank."""
+        """Check that all ranks exist, according to file names, to contents, or up to the highest rank."""
         world = self.found.seen.world
         why = f"{world} ranks, by the files' names"
         worlds = [n for record in self.distributed.values() for n in _worlds(record)]
@@ -141,7 +141,7 @@ class Ranks:
             del self.files[rank], self.distributed[rank]
 
     def _where_they_say(self) -> None:
-        """Check that the rank a file states is the rank in its name."""
+        """Check that the rank that a file states is the rank in its name."""
         for rank, record in self.distributed.items():
             own = {n for mesh in record["meshes"] if (n := mesh["rank"]) is not None}
             own |= {n for part in record["parts"] if (n := part.get("rank")) is not None}
@@ -192,7 +192,7 @@ class Ranks:
 
 
 def _worlds(record: _core.Distributed) -> list[int]:
-    """Return the number of ranks of the run, by a file's meshes and groups."""
+    """Return the number of ranks in the run, according to a file's meshes and groups."""
     worlds = [mesh["ranks"] for mesh in record["meshes"]] + [
         part.get("ranks") for part in record["parts"][:1]
     ]
@@ -200,7 +200,7 @@ def _worlds(record: _core.Distributed) -> list[int]:
 
 
 def _renumbered(name: str, rank: int) -> str:
-    """Return the name of another rank's file of the same save."""
+    """Return the name of another rank's file in the same save."""
     return re.sub(
         r"\d+(?=\D*$)", lambda m: f"{rank:0{len(m[0])}d}" if m[0][0] == "0" else str(rank), name, count=1
     )

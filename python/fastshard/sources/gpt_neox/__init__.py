@@ -1,1 +1,1 @@
-"""Checkpoints of GPT-NeoX, which DeepSpeed writes."""
+"""Checkpoints of GPT-NeoX, written by DeepSpeed."""

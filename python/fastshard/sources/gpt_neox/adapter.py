@@ -1,4 +1,4 @@
-"""GPT-NeoX checkpoints: names, arguments and configs in DeepSpeed's files, pipeline and sequential form.
+"""GPT-NeoX checkpoints: names, arguments and configs in DeepSpeed's files, in pipeline and sequential form.
 
 source: gpt-neox megatron/checkpointing.py, DeepSpeed runtime/engine.py and pipe/module.py
 """
@@ -26,7 +26,7 @@ from ..zero.zero_files import ZeroFiles
 from . import config as neox_config
 from . import features
 
-#: Files that are missed one after another are told one by one up to here; of more, the first and last.
+#: Maximum number of consecutive missing files to name one by one; above it, the first and the last are named.
 _ONE_BY_ONE = 16
 
 _STEP = compile_when_used(r"^(?:global_step)?(\d+)$")
@@ -35,7 +35,7 @@ _STEP = compile_when_used(r"^(?:global_step)?(\d+)$")
 def _blocks(layers: Iterable[int]) -> int:
     """Count transformer blocks by the layers that have files.
 
-    Gaps at 1 and N+2 are normal, since those layers have no tensors, and the last gap is before the norm.
+    Gaps at 1 and N+2 are normal, because those layers have no tensors. The last gap is before the norm.
     """
     blocks = {layer for layer in layers if layer <= neox_config.MAX_LAYERS}
     gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
@@ -43,7 +43,7 @@ def _blocks(layers: Iterable[int]) -> int:
 
 
 def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: str, got: str) -> list[Finding]:
-    """Return ranges of layers that have no file."""
+    """Return the ranges of layers without a file."""
     findings = []
     for first, last in _runs(absent):
         names = [
@@ -79,7 +79,7 @@ def _number(name: str) -> int:
 
 
 class GptNeox:
-    """The dialect of DeepSpeed checkpoints that GPT-NeoX writes: its layer names and arguments."""
+    """The dialect of DeepSpeed checkpoints written by GPT-NeoX: its layer names and arguments."""
 
     def take(
         self,
@@ -89,10 +89,11 @@ class GptNeox:
         states: list[dict[str, Any]],
         options: Options,
     ) -> tuple[Source, optimizer_state.Naming] | None:
-        """Return the declaration and the naming of master weights, if names or arguments are GPT-NeoX's.
+        """Return the declaration and the naming of master weights, if names or arguments are those of
+        GPT-NeoX.
 
         Raises:
-            FastshardError: ``FS514`` under ZeRO-3, where no file has a full shard.
+            FastshardError: ``FS514`` under ZeRO-3, where no file contains a full shard.
         """
         if not _is_neox(found, contents, states):
             return None
@@ -225,12 +226,12 @@ def _rank_file(rank: int) -> str:
 
 
 def _degree(ranks: Iterable[int]) -> int:
-    """Return the degree that rank numbers in names imply; numbers higher than any run has do not count."""
+    """Return the degree that the rank numbers in names imply; impossibly high numbers do not count."""
     return max((rank for rank in ranks if rank < MAX_DEGREE), default=0) + 1
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Return first and last of each run of ascending numbers; those of a short run one by one."""
+    """Return the first and last number of each run of ascending numbers; short runs are listed one by one."""
     return [
         ends
         for run in runs(numbers)
@@ -239,7 +240,7 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 
 
 def _listed(expected: list[int], have: Container[int]) -> str:
-    """Format the layers that exist; if there are many, where they begin and end."""
+    """Format the existing layers; if there are many, only the first and the last."""
     if len(expected) <= 4 * _ONE_BY_ONE:
         return ",".join(f"{layer:02d}" if layer in have else "_" for layer in expected)
     runs = _runs([layer for layer in expected if layer in have])
@@ -256,7 +257,7 @@ def _missing_ranks(
     file_of: Callable[[int], str],
     layer: Rank,
 ) -> None:
-    """Report files that ranks of one layer, or of the checkpoint, must have written."""
+    """Report missing files of ranks, for one layer or for the checkpoint."""
     for first, last in _runs([rank for rank in range(tp) if rank not in have]):
         names = file_of(first) if last == first else f"{file_of(first)} to {file_of(last)}"
         node = f"copy {names} from the node that ran tp rank {first}"
@@ -274,7 +275,7 @@ def _missing_ranks(
 def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Report missing rank files of the pipeline form.
 
-    They contain no tensors, but without one, the step of its rank is unknown.
+    They contain no tensors, but they are the only files that state a rank's step.
     """
     folder = found.folder
     worlds = [w for s in states if type(w := s.get("mp_world_size")) is int and 0 < w <= 1 << 20]
@@ -298,7 +299,7 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
 
 
 def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
-    """Check that the rank files state one step and one set of arguments."""
+    """Check that the rank files state the same step and the same arguments."""
     findings += same_step(found, states, "mp rank")
     step = _number(found.step or "")
     iteration = states[0].get("iteration") if states else None
@@ -328,7 +329,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
 
 
 def _is_neox(found: Found[ZeroFiles], contents: Contents, states: list[dict[str, Any]]) -> bool:
-    """Return True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
+    """Return True if tensor names or arguments are those of GPT-NeoX."""
     for state in states:
         args = as_dict(state.get("args"))
         args = as_dict(args.get("state")) if "__class__" in args else args

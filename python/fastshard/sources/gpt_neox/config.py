@@ -1,7 +1,7 @@
-"""The statements of a GPT-NeoX checkpoint about its model: arguments in the files, and the saved YAML.
+"""The properties that a GPT-NeoX checkpoint states for its model: arguments in the files, and the saved YAML.
 
-Sizes come from tensors where they can: the YAML's ``intermediate_size`` of Llama models is not the
-stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
+Sizes come from tensors if possible: for Llama models, ``intermediate_size`` in the YAML differs from the
+stored size. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from ...models.overridden_settings import find_missing_rows, find_overridden_set
 from ...models.repeated_settings import find_repeated_spellings
 from ..base import Options
 
-#: Layers at most; no model has as many.
+#: Maximum number of layers; no model has as many.
 MAX_LAYERS = 1 << 14
-#: Layers times ranks at most: each rank holds a shard of each layer.
+#: Maximum of layers times ranks; each rank has a shard of each layer.
 _MAX_SHARDS = 1 << 17
 _LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The statements about a model in the YAML saved with it, and in ``--config``."""
+    """The model settings in the YAML that was saved with a checkpoint, and in ``--config``."""
 
-    #: All of it but the arguments in the files.
+    #: All settings except the arguments in the files.
     config: dict[str, Any]
     path: str | None
-    #: What ``--config`` states of the model, which is taken instead of what the checkpoint does.
+    #: Model settings in ``--config``, which replace the checkpoint's.
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    #: What the saved YAML states, where ``--config`` is given.
+    #: Settings in the saved YAML, if ``--config`` is given.
     saved: Mapping[str, Any] = field(default_factory=dict)
-    #: The config.json of ``--config``, if it is one.
+    #: Content of ``--config``, if it is a config.json.
     config_json: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(
     listing: Listing, places: Sequence[tuple[int, str]], options: Options, findings: list[Finding]
 ) -> TrainingConfig:
-    """Read the training config: that of ``--config``, else all YAML files saved with the step, merged.
+    """Read the training config: that of ``--config``, or all YAML files saved with the step, merged.
 
-    A given config.json states some of its settings.
+    If ``--config`` is a config.json, it provides some of the settings.
 
     Raises:
-        FastshardError: ``FS211`` for a config that is malformed, ``FS514`` for settings that GPT-NeoX does
-            not have.
+        FastshardError: ``FS211`` for a malformed config, ``FS514`` for settings that GPT-NeoX does not
+            support.
     """
     if options.config is None:
         return TrainingConfig(*_read_saved(listing, places, findings))
@@ -111,7 +111,7 @@ def _read_saved(
 
 
 def arguments_of(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that a rank file carries, as a dict; None if there are none."""
+    """Return the arguments in a rank file as a dict; None if there are none."""
     args = state.get("args")
     if isinstance(args, dict) and "__class__" in args:
         # A Namespace arrives as an inert record with its state.
@@ -120,13 +120,13 @@ def arguments_of(state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def arguments(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of the first rank file that carries any."""
+    """Return the arguments of the first rank file that contains any."""
     return next((args for state in states if (args := arguments_of(state)) is not None), {})
 
 
 @dataclass
 class Model:
-    """A GPT-NeoX model as far as its checkpoint describes it."""
+    """A GPT-NeoX model, as far as its checkpoint describes it."""
 
     layers: int | None = None
     tp: int | None = None
@@ -141,8 +141,7 @@ class Model:
     def of(cls, args: dict[str, Any], training: TrainingConfig, findings: list[Finding]) -> Model:
         """Combine the arguments in the files with the YAML, and report contradictions.
 
-        What ``--config`` states of the model takes precedence, with a note for each setting in which the
-        checkpoint differs.
+        Model settings in ``--config`` take precedence, and each difference from the checkpoint is noted.
         """
         config, path = training.config, training.path
         args = {key: value for key, value in args.items() if value is not None}
@@ -210,7 +209,7 @@ class Model:
         """Check stated or counted numbers before the search for shards.
 
         Raises:
-            FastshardError: ``FS211`` for a number that is higher than any run has.
+            FastshardError: ``FS211`` for a number higher than in any run.
         """
         if layers * tp > _MAX_SHARDS:
             raise FastshardError.of(

@@ -1,7 +1,7 @@
-"""The features with which a GPT-NeoX model was trained, by the names and shapes of its tensors.
+"""The features with which a GPT-NeoX model was trained, derived from its tensors' names and shapes.
 
-The YAML states what was requested; the names show what ran. Transformer Engine's modules replace GPT-NeoX's
-own one by one, so that each sub-module is examined separately.
+The YAML states the requested features; the names show the ones that were used. Transformer Engine's modules
+replace GPT-NeoX's individually, so each sub-module is examined separately.
 source: gpt-neox megatron/model/{transformer,norms,transformer_engine}.py
 """
 
@@ -32,29 +32,29 @@ _EXTRA_REASON = "Transformer Engine's FP8 state: scales of the run, not weights"
 
 @dataclass
 class Parts:
-    """Names of a checkpoint's tensors without their layer's number, and their properties."""
+    """Tensor names without layer numbers, and their properties."""
 
-    #: name -> local shapes, by how often they occur
+    #: name -> local shapes, with the number of occurrences
     shapes: dict[str, Counter[tuple[int, ...]]] = field(default_factory=dict)
-    #: Transformer Engine's states: unit, keys from the file's root, name, and whether it is a tensor
+    #: Transformer Engine's states: unit, keys from the file's root, name, and whether the state is a tensor
     states: list[fp8_state.State] = field(default_factory=list)
     #: tensors stored in FP8: unit, name, and the dtype or class
     fp8: list[tuple[Unit, str, str]] = field(default_factory=list)
 
     def has(self, *names: str) -> bool:
-        """Return True if one of the names occurs in some layer."""
+        """Return True if one of the names occurs in a layer."""
         return any(name in self.shapes for name in names)
 
     def ends(self, *ends: str) -> bool:
-        """Return True if some name has one of these endings."""
+        """Return True if a name has one of these suffixes."""
         return any(name.endswith(ends) for name in self.shapes)
 
     def begins(self, start: str) -> bool:
-        """Return True if some name has this beginning."""
+        """Return True if a name has this prefix."""
         return any(name.startswith(start) for name in self.shapes)
 
     def shape(self, *names: str) -> tuple[int, ...] | None:
-        """Return the shape that most tensors of the first of these names have."""
+        """Return the most frequent shape of the first of these names that exists."""
         for name in names:
             if name in self.shapes:
                 return self.shapes[name].most_common(1)[0][0]
@@ -62,7 +62,7 @@ class Parts:
 
 
 def read(units: list[Unit], values: Contents) -> Parts:
-    """Read names and shapes of all tensors of a source's units."""
+    """Read names and shapes of all tensors in a source's units."""
     parts = Parts()
     for unit in units:
         depth = len(unit.under)
@@ -96,7 +96,7 @@ def read(units: list[Unit], values: Contents) -> Parts:
 
 
 def norm_of(parts: Parts, config: dict[str, Any]) -> str:
-    """Return the kind of norm as GPT-NeoX's ``norm`` names it; tensor names decide if they show it."""
+    """Return the kind of norm in the terms of GPT-NeoX's ``norm``; tensor names take precedence."""
     declared_norm = str(config.get("norm") or "layernorm")
     inside = [n.removeprefix("input_layernorm.") for n in parts.shapes if n.startswith("input_layernorm.")]
     if "scale" in inside:
@@ -126,9 +126,9 @@ def _gated(parts: Parts, activation: str | None) -> bool:
 
 
 def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
-    """Return the number of key/value heads by the rows of the fused projection, H + 2 K d.
+    """Return the number of key/value heads from the rows of the fused projection, H + 2 K d.
 
-    None if the rows do not determine it.
+    None if the number of rows does not determine it.
     """
     sizes = {shape for name in _QKV for shape in parts.shapes.get(name, ())}
     hidden, width = model.axes.get("H"), model.axes.get("d")
@@ -144,18 +144,18 @@ def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
 def apply(
     found: Found[object], source: Source, model: Model, values: Contents, own_layout: bool = False
 ) -> None:
-    """Choose the layout and its facts for a declared source, and record how it was trained.
+    """Choose the layout and its facts for a declared source, and record how the model was trained.
 
     Args:
         found: its files.
         source: the declaration.
         model: the model by arguments and config.
         values: contents of the files' headers.
-        own_layout: the caller has a table for it.
+        own_layout: True if the caller has a table for the model.
 
     Raises:
-        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or if a name is not
-            text; ``FS514`` for blocks that no table describes.
+        FastshardError: ``FS211`` if the heads are not divisible by the stated key/value heads, or if a name
+            is not text; ``FS514`` for blocks that no table describes.
     """
     parts = read(source.files.units, values)
     if not own_layout and (
@@ -183,7 +183,9 @@ def apply(
 
 
 def _refuse_config(model: Model) -> None:
-    """Raise an error for a name that is not text, and for heads that the key/value heads do not divide."""
+    """Raise an error for a name that is not text, and for heads that are not divisible by the key/value
+    heads.
+    """
     for key in ("norm", "activation", "pos_emb"):
         if not isinstance(model.config.get(key), (str, type(None))):
             raise FastshardError.of(
@@ -223,7 +225,7 @@ def _facts(parts: Parts, norm: str, gated: bool, gqa: bool) -> dict[str, bool]:
 
 
 def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bool]) -> Features:
-    """Describe the model's computation in words and numbers."""
+    """Describe the model's computation by its features."""
     residual = facts.get("gpt_j_residual")
     te_linear = (facts["te_dense"] and not facts["te_mha"]) or (facts["te_linear2"] and not facts["te_mlp"])
     return Features(
@@ -250,9 +252,9 @@ def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bo
 
 
 def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
-    """Report FP8 state that is not a tensor, so that no rule of the layout covers it, and weights in FP8.
+    """Report FP8 state that is not a tensor, so that the layout has no rule for it, and weights in FP8.
 
-    The latter are not read.
+    FP8 weights are not supported.
     """
     return [
         *(

@@ -1,7 +1,7 @@
 """Transformer Engine's FP8 state (``_extra_state``): recipe, length of the amax history, scales.
 
-It belongs to the run, not to the model: weights are stored unscaled next to it. It is read inertly, for the
-report, and left out of results.
+It belongs to the run, not to the model: weights are stored unscaled next to it. It is read without running
+code, for reports only, and is not part of results.
 source: TransformerEngine pytorch/module/base.py get_extra_state, common/recipe
 """
 
@@ -14,9 +14,9 @@ from ...layouts.declaration import Unit
 from ..base import Contents, Found
 from ..zero.flat_state import tensor_index
 
-#: Unit, keys from the file's root, name of the tensor, and whether it is stored as a tensor.
+#: Unit, keys from the file's root, name of the tensor, and whether the state is stored as a tensor.
 State = tuple[Unit, list[str], str, bool]
-#: Settings of a recipe that are told; they are plain values in all recipes that have them.
+#: Settings of a recipe to report; they are plain values in all recipes that have them.
 _SETTINGS = ("margin", "amax_history_len", "amax_compute_algo")
 
 

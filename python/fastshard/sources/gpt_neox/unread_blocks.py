@@ -1,4 +1,4 @@
-"""Blocks of GPT-NeoX other than attention and MLP, which are recognised by tensor names and not read."""
+"""Blocks of GPT-NeoX other than attention and MLP, which are recognised by tensor names but not supported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ...common.errors import Finding
 from ...layouts.declaration import Unit
 from ..base import Contents, Found
 
-#: What begins the names in a layer, by kind, and the setting that makes it.
+#: Prefixes of the names in a layer, by kind, and the setting that creates the kind.
 #: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py, gpt2_model.py
 #: (init_specs)
 _BEGINNINGS = {
@@ -24,7 +24,7 @@ _BEGINNINGS = {
 
 
 def others(found: Found[object], units: list[Unit], names: set[str], contents: Contents) -> list[Finding]:
-    """Report each kind of block that is not read, at its first tensor.
+    """Report each unsupported kind of block, at its first tensor.
 
     Args:
         found: the checkpoint's files.

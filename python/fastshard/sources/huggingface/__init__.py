@@ -1,1 +1,1 @@
-"""Checkpoints under Hugging Face names: saved in full, by ranks, or divided by another framework's rules."""
+"""Checkpoints under Hugging Face names: full tensors, rank shards, or shards by another framework's rules."""

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: one file or several with an index, safetensors or ``.bin``."""
+"""Hugging Face checkpoints: a single file or several files with an index, safetensors or ``.bin``."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ from ..step_trackers import OF_RUNS
 from . import index_mismatch
 from .shard_offsets import not_whole, zeroed
 
-#: (index, single file): safetensors first, as transformers prefers it.
+#: (index, single file): safetensors first, because transformers prefers it.
 _FORMS = [
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
     # accelerate with FSDP and FULL_STATE_DICT; it writes no index. source: accelerate utils/fsdp_utils.py
     ("pytorch_model_fsdp.bin.index.json", "pytorch_model_fsdp.bin"),
 ]
-#: The further models of a trainer with several: `model_1.safetensors`. source: accelerate checkpointing.py
+#: Additional models of a trainer that saves several: `model_1.safetensors`. source: accelerate
+#: checkpointing.py
 _FURTHER = compile_when_used(r"^(model|pytorch_model|pytorch_model_fsdp)_\d+\.(safetensors|bin)$")
-#: An adapter of PEFT.
+#: Files of a PEFT adapter.
 _ADAPTER = ("adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin"))
 _SHARD = compile_when_used(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 
 
 def _weight_map(content: Any, path: str) -> dict[str, str]:
-    """Return the file that an index names for each tensor."""
+    """Return the file for each tensor according to an index."""
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise FastshardError.of(codes.BAD_VALUE, "the index has no weight_map", file=path)
@@ -68,16 +69,16 @@ def _weight_map(content: Any, path: str) -> dict[str, str]:
 def slices_as_wholes(
     listing: Listing, folder: str, files: Sequence[File], contents: Contents, layout: str
 ) -> list[Finding]:
-    """Warn of an index that names one file for a tensor of which several files store slices.
+    """Warn of an index that names one file for a tensor whose slices are in several files.
 
-    A loader that follows it takes one slice for the full tensor. ``verify`` makes it an error.
+    A loader that uses the index loads one slice as the full tensor. ``verify`` reports this as an error.
 
     Args:
-        listing: contents of the roots.
-        folder: the folder where an index would be.
+        listing: contents of the root directories.
+        folder: the folder that may contain an index.
         files: the ranks' files.
         contents: contents of the files.
-        layout: a description of the files, for people.
+        layout: a description of the files, for messages.
 
     Raises:
         FastshardError: ``FS211`` for an index that is not JSON.
@@ -110,12 +111,12 @@ def slices_as_wholes(
 
 
 def _report_further(listing: Listing, files: Sequence[File], inside: Mapping[str, File]) -> list[Finding]:
-    """Report the files of further models beside a model in one file.
+    """Report the files of additional models next to a single-file model.
 
-    A config.json says that the folder is the model's own: then they are named in a warning.
+    If the folder has a config.json, it belongs to the main model, and the others are named in a warning.
 
     Raises:
-        SeveralModels: ``FS106`` if nothing says which model is meant.
+        SeveralModels: ``FS106`` if nothing determines which model to use.
     """
     if len(files) != 1 or files[0].name not in (single for _, single in _FORMS):
         return []
@@ -147,10 +148,10 @@ def _report_further(listing: Listing, files: Sequence[File], inside: Mapping[str
 
 
 def _refuse_beside_adapter(listing: Listing, folder: str) -> None:
-    """Refuse a model in a folder below an adapter: either may be meant.
+    """Refuse a model in a folder below an adapter, because either one may be meant.
 
     Raises:
-        SeveralModels: ``FS106``; ``--step`` chooses, with the folder's name or a dot for the adapter.
+        SeveralModels: ``FS106``; ``--step`` chooses, with the folder's name, or a dot for the adapter.
     """
     config, weights = _ADAPTER
     names = {file.name for file in listing.within("")}
@@ -168,7 +169,7 @@ def _refuse_beside_adapter(listing: Listing, folder: str) -> None:
 
 
 def _is_of_model(name: str) -> bool:
-    """Return True for the name that transformers gives a model's file, which no trainer gives state."""
+    """Return True for transformers' own names of model files, which no trainer uses for state."""
     shard = _SHARD.match(name)
     stem = f"{shard[1]}.{shard[4]}" if shard else name
     return stem in {file for form in _FORMS for file in form}
@@ -176,29 +177,29 @@ def _is_of_model(name: str) -> bool:
 
 @dataclass(frozen=True)
 class HfFiles:
-    """The statements of an index about the files; empty without an index."""
+    """The statements of an index about its files; empty without an index."""
 
     #: Path of the index.
     index: str | None = None
-    #: The file that it names for each tensor, of those that are there.
+    #: The file that it names for each tensor, for existing files.
     weight_map: Mapping[str, int] | None = None
-    #: Its ``total_size``, whatever that is.
+    #: Its ``total_size``, of any type.
     counted: object = None
-    #: Tensors of which the file is missing.
+    #: Tensors whose file is missing.
     lost: Mapping[str, str] = field(default_factory=dict)
-    #: Files beside it that it does not name and that are named alike.
+    #: Files next to it that it does not name although their names follow the same pattern.
     unnamed: tuple[File, ...] = ()
-    #: True if the numbers in their names alone tell the files apart.
+    #: True if the files' names differ only in their numbers.
     by_numbers: bool = False
 
 
 class HuggingFace:
-    """Directories that ``save_pretrained`` or fastshard wrote, and single tensor files."""
+    """Directories written by ``save_pretrained`` or fastshard, and single tensor files."""
 
     name = "hf"
 
     def detect(self, listing: Listing, options: Options) -> Found[HfFiles] | None:
-        """Look for an index, a single model file, or numbered shards without an index."""
+        """Look for an index, for a single model file, or for numbered shards without an index."""
         if listing.single:
             single_files.refuse_unreadable(listing)
             return Found(self, "Hugging Face", listing.files[:1], HfFiles(), listing.files[0].folder)
@@ -234,11 +235,11 @@ class HuggingFace:
 
     @staticmethod
     def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
-        """Find the folder of a model: ``checkpoint-N`` by the rule of steps, parallel models by ``--step``.
+        """Find the folder of a model: ``checkpoint-N`` by the rules for steps, parallel models by ``--step``.
 
         Raises:
-            FastshardError: ``FS106`` if nothing decides among several models, ``FS501`` if there is no such
-                step.
+            FastshardError: ``FS106`` if nothing determines which of several models to use, ``FS501`` if the
+                step does not exist.
         """
         holding = HuggingFace._holding(listing)
         if not holding or (options.step == ITSELF and "" not in holding):
@@ -261,7 +262,7 @@ class HuggingFace:
 
     @staticmethod
     def _holding(listing: Listing) -> list[str]:
-        """List the folders that hold a model's files."""
+        """List the folders that contain a model's files."""
         return [
             folder
             for folder in listing.folders()
@@ -338,7 +339,7 @@ class HuggingFace:
         return Found(self, "Hugging Face", present, seen, index.folder, findings)
 
     def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found[HfFiles]:
-        """Find shards without an index: shards named ``-0000i-of-0000n`` state their number themselves."""
+        """Find shards without an index. Shards named ``-0000i-of-0000n`` state their number themselves."""
         findings = []
         groups: dict[tuple[str, str, str], dict[int, File]] = {}
         for file, match in shards:
@@ -382,7 +383,7 @@ class HuggingFace:
         )
 
     def declare(self, found: Found[HfFiles], listing: Listing, values: Contents, options: Options) -> Source:
-        """Declare each file as one unit; config.json gives the axes if the model type is known."""
+        """Declare each file as one unit; config.json provides the axes if the model type is known."""
         weight_map = found.seen.weight_map
         part = single_files.find_part(listing, values, options.accept) if listing.single else None
         source = Source(
@@ -440,7 +441,7 @@ class HuggingFace:
 def _take_copies_of_index(
     source: Source, files: Sequence[File], contents: Contents, weight_map: Mapping[str, int]
 ) -> None:
-    """Leave out copies of tensors that the index expects in another file, and note their places."""
+    """Omit copies of tensors that the index places in another file, and note where the copies are."""
     superseded: dict[tuple[int, int], list[str]] = {}
     first: dict[str, int] = {}
     copies: dict[str, set[int]] = {}
@@ -477,10 +478,10 @@ def _take_copies_of_index(
 def _config_beside(
     source: Source, listing: Listing, options: Options, names: Sequence[str]
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return the config.json of a single file: the given one, else the one next to it.
+    """Return the config.json for a single file: the given one, or the one next to it.
 
-    The latter must be of the model that has these names. Files next to another model's config.json are not
-    companions, and a note says so.
+    The one next to it must describe a model with these names. If it describes another model, the files next
+    to it are not used as companion files, and a note reports this.
     """
     config, path = hf_config.config_of(listing, "", options)
     places = sidecar_files.beside_files(listing)
@@ -505,19 +506,19 @@ def _config_beside(
 
 
 def _in_order(contents: Contents, files: int) -> list[str]:
-    """Return the names of all tensors, in the files' order."""
+    """Return the names of all tensors, in file order."""
     return list(
         dict.fromkeys(name for i in range(files) if contents.readable(i) for name in contents.listed(i))
     )
 
 
 def _paths(contents: Contents, files: int) -> dict[str, list[str]]:
-    """Return the keys of nested dicts that lead to each tensor, by its name."""
+    """Return the keys of nested dicts that lead to each tensor, by tensor name."""
     readable = (i for i in range(files) if contents.readable(i))
     return {".".join(t["path"]): t["path"] for i in readable for t in contents.tensors(i)}
 
 
 def _by_a_trainer(contents: Contents, found: Found[HfFiles]) -> bool:
-    """Return True for a state dict below a key, as ``torch.save`` of a script or of Lightning writes it."""
+    """Return True for a state dict below a key, as a script with ``torch.save`` or Lightning writes it."""
     torch_files = (i for i, file in enumerate(found.files) if not file.name.endswith(".safetensors"))
     return any(len(t["path"]) > 1 for i in torch_files if contents.readable(i) for t in contents.tensors(i))

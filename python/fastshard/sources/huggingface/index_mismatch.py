@@ -1,6 +1,6 @@
-"""Index files that do not match their files: other files, other numbers of files, other sizes.
+"""Index files that do not match their files: wrong files, wrong numbers of files, wrong sizes.
 
-docs/guides/index_files.md describes how transformers treats each.
+docs/guides/index_files.md describes how transformers treats each case.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ...models.tensor_words import WORDS
 from ..base import Contents, lacking
 from ..index_files import read_json
 
-#: Names that say how many files there are.
+#: Names that state the number of files.
 _SHARD = compile_when_used(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
-#: The most that a name may count to here; further numbers are no files'.
+#: The highest number accepted in a name; names with higher numbers are not those of shards.
 _MOST = 100_000
 
 
@@ -26,8 +26,8 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
     """Return True if an index next to a full model file names that file, False if none of its files exist.
 
     Raises:
-        FastshardError: ``FS106`` if it names other files that exist: transformers takes the single file,
-            readers that follow the index take the others. ``FS211`` if it is not JSON.
+        FastshardError: ``FS106`` if it names other files that exist: transformers loads the single file, and
+            readers of the index load the others. ``FS211`` if it is not JSON.
     """
     content = read_json(listing, inside[index], safe_files.MAX_INDEX)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -50,7 +50,7 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
 
 
 def without_files(index: File, single: str) -> Finding:
-    """Report an index that is obsolete: a full model file was saved over the files that it names."""
+    """Report an obsolete index: a full model file was saved later and replaced the files that it names."""
     return Finding.of(
         codes.UNEXPECTED_FILE,
         f"the index names files that are missing; {single} is used, as by transformers",
@@ -60,7 +60,7 @@ def without_files(index: File, single: str) -> Finding:
 
 
 def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
-    """Return files next to an index that it does not name, from the same numbered set as those it names.
+    """Return files next to an index that it does not name, from the same numbered set as its files.
 
     Args:
         inside: files in the index's folder, by name.
@@ -72,9 +72,9 @@ def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
 
 
 def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[Finding]:
-    """Warn of an index that names fewer files than the numbers in their names state.
+    """Warn of an index that names fewer files than their numbers state.
 
-    The finding names a missing file if there is one.
+    The finding names one missing file, if there is any.
 
     Args:
         index: the index.
@@ -114,7 +114,7 @@ def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[F
 def sizes(
     index: str, counted: Any, files: Sequence[File], contents: Contents, config: Mapping[str, Any] | None
 ) -> list[Finding]:
-    """Warn if files have fewer bytes of tensors than the index counts, and note if they have more.
+    """Warn if the files have fewer tensor bytes than the index states, and note if they have more.
 
     Args:
         index: path of the index.

@@ -1,7 +1,7 @@
-"""Rank shards of torch's ``HuggingFaceStorageWriter``: safetensors with ``DCP_SHARDING_INFO``.
+"""Rank shards written by torch's ``HuggingFaceStorageWriter``: safetensors with ``DCP_SHARDING_INFO``.
 
-The files state neither the number of ranks nor the shape of the full tensor. The existing boxes must tile it,
-and axes that tensors share (or a config) show a rank that is missing at the end.
+The files state neither the number of ranks nor the shape of the full tensor. The existing boxes must tile it.
+Shared axes (or a config) show if the last ranks are missing.
 source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
 """
 
@@ -29,7 +29,7 @@ from .adapter import slices_as_wholes
 from .shard_offsets import INFO, offsets
 
 _SHARD = compile_when_used(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
-#: Beyond any run.
+#: Maximum number of ranks; no run has as many.
 _MAX_RANKS = 100_000
 
 
@@ -39,7 +39,7 @@ class HfRankShards:
     name = "hf_rank_shards"
 
     def detect(self, listing: Listing, options: Options) -> Found[None] | None:
-        """Look for shards, unless a consolidated checkpoint is above them."""
+        """Look for shards, unless a folder above them contains a consolidated checkpoint."""
         if listing.single:
             return None
         matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
@@ -100,7 +100,7 @@ class HfRankShards:
         return Found(self, "Hugging Face rank shards", files, None, folder, findings, step=step)
 
     def declare(self, found: Found[None], listing: Listing, contents: Contents, options: Options) -> Source:
-        """Declare tensors as boxes; the full tensor extends as far as the boxes."""
+        """Declare tensors as boxes; the boxes determine the size of the full tensor."""
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.model = Description(dialect=huggingface.DIALECT)
         source.binding.vocab_size = options.vocab_size
@@ -149,7 +149,7 @@ class HfRankShards:
 
 
 def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Finding | None:
-    """Report missing files of the last ranks, and give tensors the shapes that they should have.
+    """Report missing files of the last ranks, and set the shapes that the tensors should have.
 
     All tensors that are too short must lack the same number of ranks.
     """
@@ -213,15 +213,15 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
 def _divided_by(
     boxes: Boxes, ranks: int, known: Mapping[str, Sequence[int | None]], sizes: Collection[str]
 ) -> bool:
-    """Return True if all divided tensors are divided among this number of ranks, as ``torch.chunk`` divides.
+    """Return True if all divided tensors have the shards that ``torch.chunk`` gives this number of ranks.
 
-    A vocabulary size that differs from the config's is not alone a sign of a missing rank.
+    A vocabulary size that differs from the config's is not sufficient evidence of a missing rank.
 
     Args:
         boxes: the ranks' boxes.
         ranks: the number of ranks.
-        known: extents of the full tensors, as far as they are known.
-        sizes: sizes in which tensors are too short, by the table.
+        known: known extents of the full tensors.
+        sizes: sizes of the table in which tensors are too short.
     """
     if all("V" in size for size in sizes):
         return False
@@ -235,7 +235,7 @@ def _divided_by(
 
 
 def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
-    """Build the error for a part of a tensor that two files store."""
+    """Build the error for a part of a tensor that two files contain."""
     return FastshardError.of(
         codes.OVERLAP,
         "two files hold the same part of the tensor",

@@ -1,4 +1,4 @@
-"""The first indices of a file's slices in the full tensors, as torch's ``HuggingFaceStorageWriter`` states
+"""The first indices of a file's slices in the full tensors, as torch's ``HuggingFaceStorageWriter`` records
 them.
 
 source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safetensors}.py
@@ -15,16 +15,16 @@ from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
 from ..base import Contents
 
-#: The key of a safetensors file's metadata.
+#: Key in a safetensors file's metadata.
 INFO = "DCP_SHARDING_INFO"
-#: Where the writer keeps what it consolidates.
+#: Where the writer puts the shards that it consolidates.
 _SHARDED = compile_when_used(r"(^|/)sharded/shard-\d+-[^/]+\.safetensors$")
-#: Bytes at most of one element.
+#: Maximum size of an element in bytes.
 _ELEMENT = 16
 
 
 def offsets(metadata: Any) -> dict[str, list[int]] | None:
-    """Return the first index of each tensor in the full one; None for a file without readable offsets."""
+    """Return the first index of each tensor in the full tensor; None for a file without readable offsets."""
     text = metadata.get(INFO) if isinstance(metadata, dict) else None
     try:
         info = json_text.load(text) if isinstance(text, str) else None
@@ -40,16 +40,16 @@ def offsets(metadata: Any) -> dict[str, list[int]] | None:
 
 
 def not_whole(files: Sequence[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
-    """Report model files that store a rank's slices instead of full tensors.
+    """Report model files that contain a rank's slices instead of full tensors.
 
-    Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the files of the
-    last rank remain. If that was the first rank, the index's byte count over all ranks shows it.
+    Without ``save_distributed=True``, every rank of torch's writer writes the same files, and those of the
+    last writer remain. If that was the first rank, the index shows it by the byte count over all ranks.
 
     Args:
-        files: files of the model.
+        files: the model's files.
         contents: contents of the files.
         index: path of the index that names them, if there is one.
-        counted: bytes of tensors by the index, if it states them.
+        counted: tensor bytes according to the index, if stated.
     """
     places_by_file = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
     written = {i: places for i, places in places_by_file.items() if places is not None}
@@ -89,12 +89,12 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
 
 
 def zeroed(listing: Listing, folder: str, files: Sequence[File], contents: Contents) -> list[Finding]:
-    """Warn of 0-d tensors that are zero: torch's consolidation zeroes them, whatever their values were.
+    """Warn of 0-d tensors that are zero: torch's consolidation sets them to zero, whatever their values were.
 
     Args:
-        listing: contents of the roots.
-        folder: folder of the model.
-        files: files of the model.
+        listing: contents of the root directories.
+        folder: the model's folder.
+        files: the model's files.
         contents: contents of the files.
     """
     below = [

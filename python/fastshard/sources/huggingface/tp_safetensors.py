@@ -1,4 +1,6 @@
-"""Plain per-rank safetensors directories: ``tp_rank_NN.safetensors``, with or without ``layout.json``."""
+"""Directories with one safetensors file per rank: ``tp_rank_NN.safetensors``, with or without
+``layout.json``.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ from .adapter import slices_as_wholes
 
 _RANK = compile_when_used(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
 _KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
-#: Beyond any run.
-#: Tensors whose rows are the vocabulary, in the frameworks that write such directories.
+#: Tensors with one row per token, in the frameworks that write such directories.
 _VOCABULARY = compile_when_used(
     r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out|output_layer|final_linear)\.weight$"
 )
@@ -41,12 +42,12 @@ class TpFiles:
     tp: int
     #: Content of ``layout.json``.
     layout: Mapping[str, Any] | None
-    #: Its path, or where it would be.
+    #: Its path, or its expected path.
     layout_path: str
 
 
 class TpSafetensors:
-    """One safetensors file per tensor-parallel rank, under Hugging Face names or any other."""
+    """One safetensors file per tensor-parallel rank, under Hugging Face or other names."""
 
     name = "tp-safetensors"
 
@@ -99,7 +100,7 @@ class TpSafetensors:
         )
 
     def declare(self, found: Found[TpFiles], listing: Listing, values: Contents, options: Options) -> Source:
-        """Declare axes from config.json if the model is known, else dimensions from layout.json."""
+        """Declare axes from config.json if the model is known, or dimensions from layout.json."""
         layout, path = found.seen.layout, found.seen.layout_path
         config, config_path = hf_config.config_of(listing, found.folder, options)
         source = Source(
@@ -217,10 +218,10 @@ def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
 
 
 def _divided(tp_dim: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
-    """Parse ``tp_dim`` of a layout.json: the dimension that ranks divide, and parts of a fused tensor.
+    """Parse ``tp_dim`` in a layout.json: the dimension that ranks divide, and the parts of a fused tensor.
 
     Raises:
-        FastshardError: ``FS211`` for a value that it cannot have.
+        FastshardError: ``FS211`` for an invalid value.
     """
     if not isinstance(tp_dim, dict):
         raise FastshardError.of(
@@ -253,7 +254,7 @@ def _is_number(value: Any, below: int) -> bool:
 
 
 def _own_table(dims: dict[str, tuple[int | None, list[int]]], source: Source) -> Table:
-    """Build a table of the padded vocabulary tensors; the others get separate rules from ``tp_dim``."""
+    """Build a table for tensors with padded vocabulary rows; others get separate rules from ``tp_dim``."""
     padded, vocab = source.binding.axes.get("P"), source.binding.vocab_size
     # The only rank has all of the rows, whose dimension nothing divides.
     whole = (None, 0) if source.binding.degrees.get("tp") == 1 else (0,)

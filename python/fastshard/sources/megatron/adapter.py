@@ -1,7 +1,7 @@
 """Megatron-LM checkpoints of the legacy form: ``iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
 
-Layers are numbered from the first of their pipeline stage (and of their virtual stage), experts from the
-first of their expert-parallel rank.
+Layer numbers are relative to the pipeline stage (or virtual stage), and expert numbers are relative to the
+expert-parallel rank.
 source: Megatron-LM megatron/training/checkpointing.py
 """
 
@@ -31,14 +31,14 @@ from .rank_grid import RankGrid
 _RANK = compile_when_used(
     r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$"
 )
-#: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py,
+#: Before this version, the rows of `linear_qkv` were in another order. source: checkpointing.py,
 #: fix_query_key_value_ordering
 _ROWS_BY_GROUP = 2.0
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = compile_when_used(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = compile_when_used(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
 _FLAT = compile_when_used(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
-#: Missing files that are named one by one.
+#: Maximum number of missing files to name one by one.
 _NAMED = 100
 _MODEL = compile_when_used(r"^model(\d*)$")
 
@@ -49,7 +49,7 @@ class Megatron:
     name = "megatron"
 
     def detect(self, listing: Listing, options: Options) -> Found[MegatronFiles] | None:
-        """Look for rank folders; the tracker file chooses among steps."""
+        """Look for rank folders; the tracker file selects the step."""
         if listing.single:
             return None
         matched = [(f, m) for f in listing.files if (m := _RANK.match(f.path))]
@@ -96,7 +96,9 @@ class Megatron:
     def declare(
         self, found: Found[MegatronFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Declare the topology from the arguments, and each stage's first layer from the layers before it."""
+        """Declare the topology from the arguments, and each stage's first layer from the number of layers
+        before it.
+        """
         # The optimizer's modules are of use to no other adapter.
         from . import optim_legacy
 
@@ -153,9 +155,9 @@ class Megatron:
 
     @staticmethod
     def _models(state: Any) -> list[tuple[str, list[str]]]:
-        """Return (key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ...
+        """Return (key, tensor names) for each model chunk: ``model``, or ``model0``, ``model1``, ...
 
-        The numbered keys are those of virtual stages.
+        The numbered keys belong to virtual stages.
         """
         if not isinstance(state, dict):
             return []
@@ -167,9 +169,9 @@ class Megatron:
     def _units(
         grid: RankGrid, models: list[list[tuple[str, list[str]]]], experts: int, source: Source
     ) -> None:
-        """Add units with the number of their first layer: virtual stage by virtual stage, stage by stage.
+        """Add units with the number of their first layer, ordered by virtual stage, then by stage.
 
-        The number of a rank's first expert is the count of experts on the ranks before it.
+        The number of a rank's first expert is the number of experts on the ranks before it.
         """
         counts: dict[tuple[int, int], int] = {}
         for (_, stage, _), model in zip(grid.places, models, strict=True):
@@ -199,7 +201,7 @@ class Megatron:
 
     @staticmethod
     def _ranks(found: Found[MegatronFiles], states: list[Any], grid: RankGrid, source: Source) -> None:
-        """Check that all ranks are present, and that they agree on iteration and arguments."""
+        """Check that all ranks exist, and that they agree on the iteration and the arguments."""
         folder = found.folder
         degrees = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
         degrees += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
@@ -243,7 +245,7 @@ def _differs(
     states: tuple[dict[str, Any], dict[str, Any]],
     args: tuple[dict[str, Any], dict[str, Any]],
 ) -> list[Finding]:
-    """Report differences of a rank's file from the first one, given the state and the arguments of both."""
+    """Report differences between a rank file and the first one, given the state and the arguments of both."""
     findings = []
     first, own = args
     if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
@@ -278,7 +280,7 @@ def _differs(
 
 
 def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
-    """Raise ``FS211`` if the experts do not divide evenly among ranks."""
+    """Raise ``FS211`` if experts are not evenly divisible among ranks."""
     experts = megatron_sizes.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
         raise FastshardError.of(
@@ -291,7 +293,7 @@ def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
 
 
 def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) -> Lack | None:
-    """Find a part of the model, or of its division among ranks, for which the table has no rule."""
+    """Find a part of the model, or a division among ranks, for which the table has no rule."""
     if (lack := arguments.find_lack_of_delta(args, names)) is not None:
         return lack
     is_mixed = layout in megatron_sizes.MIXED_TABLES
@@ -315,7 +317,7 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid, layout: str) 
 
 
 def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
-    """Raise an error for experts whose ranks save no files, or save files of the same name."""
+    """Raise an error for experts whose ranks save no files, or save files under the same name."""
     if grid.topology.shares_files:
         raise FastshardError.of(
             codes.UNSUPPORTED,
@@ -349,7 +351,7 @@ def _whole(
     grid: RankGrid,
     lack: Lack,
 ) -> None:
-    """Declare full tensors, by what names and arguments prove about their division among ranks."""
+    """Declare full tensors, using the division among ranks that names and arguments prove."""
     # Few need it, and its patterns take longer to compile than a small checkpoint to open.
     from . import merge_without_table, optim_legacy
 
@@ -412,7 +414,7 @@ def _experts_of_rank(args: dict[str, Any], grid: RankGrid, names: set[str]) -> i
 
 
 def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
-    """Declare GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their shapes.
+    """Declare GroupedMLP's weights as they are stored: [E, H, 2*F] and [E, F, H], whatever their shapes.
 
     source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size,
         -1)``

@@ -1,4 +1,4 @@
-"""The facts for a Megatron-LM checkpoint's table, by its arguments and the names of its tensors.
+"""The facts for a Megatron-LM checkpoint's table, derived from its arguments and its tensor names.
 
 source: Megatron-LM megatron/training/arguments.py,
     megatron/core/transformer/moe/{moe_layer,router,experts}.py;
@@ -21,7 +21,7 @@ from ...models.overridden_settings import find_missing_rows, find_overridden_set
 from ...models.repeated_settings import find_repeated_spellings
 from ..base import Options
 
-#: Degrees of parallel dimensions by their argument. source: megatron/training/arguments.py
+#: Degrees of parallel dimensions, by their arguments. source: megatron/training/arguments.py
 _DEGREES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -32,7 +32,7 @@ _DEGREES = {
 
 
 def arguments(state: Any) -> dict[str, Any]:
-    """Return the arguments of a rank file or ``common.pt``, where a Namespace is an inert record."""
+    """Return the arguments in a rank file or ``common.pt``, where a Namespace is an inert record."""
     args = state.get("args") if isinstance(state, dict) else None
     if isinstance(args, dict) and "__class__" in args:
         args = args.get("state")
@@ -42,16 +42,16 @@ def arguments(state: Any) -> dict[str, Any]:
 def override(
     source: Source, args: dict[str, Any], options: Options, file: str | None
 ) -> tuple[dict[str, Any], list[Lack]]:
-    """Replace arguments with what ``--config`` states, and note each difference on the declaration.
+    """Replace arguments with the settings in ``--config``, and note each difference on the declaration.
 
-    Returns the arguments, and the settings that ``--config`` states and no argument does: a merge needs none
-    of the latter.
+    Returns the arguments, and the settings in ``--config`` for which there is no argument. A merge does not
+    need the latter.
 
     Args:
         source: the declaration.
-        args: the arguments that the checkpoint carries.
+        args: the arguments in the checkpoint.
         options: the caller's options.
-        file: the file that carries the arguments.
+        file: the file that contains the arguments.
 
     Raises:
         FastshardError: ``FS211`` for a config that states no setting of the model.
@@ -91,7 +91,7 @@ def override(
 
 
 def _find_config_of_text(options: Options) -> dict[str, Any] | None:
-    """Return what ``--config`` states of the text model: Megatron-LM holds no other part."""
+    """Return the text model's settings in ``--config``, because Megatron-LM stores no other part."""
     config = options.override_config
     if config is None or not is_config_json(config):
         return config
@@ -101,7 +101,7 @@ def _find_config_of_text(options: Options) -> dict[str, Any] | None:
 def _find_missing_further(
     config: Mapping[str, Any], args: Mapping[str, Any], file: str | None
 ) -> list[Finding]:
-    """Warn of layers that predict further tokens in ``--config`` if the run built none."""
+    """Warn of MTP layers in ``--config`` that the run did not build."""
     promised = config_json.find_promised_further(config)
     # Arguments that do not state their number are of a version without such layers.
     if promised is None or args.get("mtp_num_layers", 1):
@@ -122,7 +122,7 @@ def _find_missing_further(
 
 
 def _contradict_tie(file: str | None) -> Finding:
-    """Build the finding for a config that ties a head whose weights are stored."""
+    """Build the finding for a config that ties a head whose weights are stored separately."""
     return Finding.of(
         codes.CONFIG_DISAGREES,
         "--config ties the head to the embedding, but the checkpoint stores separate weights for the two",
@@ -134,22 +134,22 @@ def _contradict_tie(file: str | None) -> Finding:
 
 
 def mixture(args: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Return True for a mixture of experts; without arguments, the tensor names decide."""
+    """Return True for an MoE model; without arguments, the tensor names decide."""
     return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
 
 
-#: Arguments with which rows lie otherwise, or layers are others, than the table says.
+#: Arguments that change the arrangement of rows, or the layers, so that the table does not apply.
 _UNREAD = (
     "moe_latent_size",
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
     "mtp_use_repeated_layer",
 )
-#: Weights of gated delta nets that torch_dist holds in parts.
+#: Weights of gated delta nets that torch_dist stores in parts.
 _DELTA_PARTS = ("self_attention.in_proj.weight", "self_attention.conv1d.weight")
-#: A weight that each gated delta net has.
+#: A weight of every gated delta net.
 _DELTA_DECAY = ".self_attention.A_log"
-#: Spellings of the norm of the latent of keys and values.
+#: Spellings of the norm for the latent of keys and values.
 _LATENT_NORMS = ("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight")
 
 
@@ -159,9 +159,9 @@ def _has_dense_layers(args: Mapping[str, Any]) -> bool:
 
 
 def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """Return the name of the table that describes a mixture's numbered layers, which may differ.
+    """Return the name of the table for an MoE model's numbered layers, which may differ.
 
-    None for a model whose layers are alike, and one that no such table describes.
+    None for a model whose layers are all alike, and for one without such a table.
     """
     if megatron.is_delta(args):
         return megatron_sizes.DELTA_TABLE if find_lack_of_delta(args, names) is None else None
@@ -179,9 +179,9 @@ def find_mixed_table(args: Mapping[str, Any], names: Collection[str]) -> str | N
 
 
 def find_lack_of_delta(args: Mapping[str, Any], names: Collection[str]) -> Lack | None:
-    """Find the first argument of a model with gated delta nets, or output gates, that their table rules out.
+    """Find the first argument that the table for gated delta nets and output gates does not support.
 
-    None for a model that the table describes, and for one that has neither.
+    None for a model that the table describes, and for one without delta nets and output gates.
     """
     if not megatron.is_delta(args):
         return None
@@ -212,9 +212,9 @@ def find_lack_of_delta(args: Mapping[str, Any], names: Collection[str]) -> Lack 
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Find the first argument of a mixture of experts for which the tables have no names.
+    """Find the first argument of an MoE model that the tables do not support.
 
-    Returns the argument, the value that it must have, and the value that it has.
+    Returns the argument, the value that it must have, and its value.
     """
     reasons = [
         ("moe_layer_freq", "1: experts in every layer", _has_dense_layers(args)),
@@ -240,7 +240,7 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def _find_family(layout: str | None, *, moe: bool, latent: bool, sinks: bool) -> str:
-    """Return the family of models whose hub the tensors meet."""
+    """Return the family of models to which the tensors belong."""
     if layout == megatron_sizes.DELTA_TABLE:
         return "qwen3_next" if moe else "llama"
     if moe and sinks:
@@ -250,13 +250,15 @@ def _find_family(layout: str | None, *, moe: bool, latent: bool, sinks: bool) ->
 
 @dataclass(frozen=True)
 class Unnamed:
-    """Megatron-LM's dialect for models beyond its tables; reading one reports the uncovered setting."""
+    """Megatron-LM's dialect for models beyond its tables; reading such a model reports the unsupported
+    setting.
+    """
 
     lack: Lack
     name: str = megatron.DIALECT.name
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model that the arguments describe, plus the setting that no other framework has."""
+        """Return the model that the arguments describe, with the setting that no other framework supports."""
         model = megatron.DIALECT.read(values, evidence)
         return replace(model, others=(*model.others, self.lack))
 
@@ -278,16 +280,16 @@ def describe(
     lacking: Sequence[Lack] = (),
     required_class: str | None = None,
 ) -> None:
-    """Set axes and facts of the declaration: sizes from the arguments, facts from names.
+    """Set the declaration's axes and facts: sizes from the arguments, facts from names.
 
-    Sizes are checked against the tensors.
+    The sizes are compared with the tensors.
 
     Args:
         source: the declaration.
         args: the run's arguments.
         names: names of the tensors.
-        lacking: properties of the model that no argument states.
-        required_class: transformers' class that ``--config`` names.
+        lacking: properties of the model for which there is no argument.
+        required_class: the transformers class that ``--config`` names.
     """
     layout = source.binding.layout
     moe, mixed = mixture(args, names), layout in megatron_sizes.MIXED_TABLES

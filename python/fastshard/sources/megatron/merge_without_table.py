@@ -1,7 +1,7 @@
-"""Full tensors of rank files without a table: module names show how ranks divide them, and the arguments'
-extents prove it.
+"""Full tensors of rank files without a table. Module names show how ranks divide them, and extents in the
+arguments prove it.
 
-A tensor that neither determines is refused by name.
+A tensor for which neither is conclusive is refused by name.
 
 source: megatron/core/tensor_parallel/layers.py, megatron/core/transformer (attention, mlp,
     multi_latent_attention, moe),
@@ -24,16 +24,16 @@ from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled
 from ...models import megatron_sizes
 
-#: The first count of layers in a name.
+#: The first layer number in a name.
 _LAYER = compile_when_used(r"^((?:[^.]+\.)*?layers\.)(\d{1,9})\.")
 _EXPERT = compile_when_used(
     r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d{1,9})(?!\d)"
 )
-#: What counts further than any model.
+#: A number higher than in any model.
 _ENDLESS = compile_when_used(r"(\d{10,})")
-#: Scales of FP8, which each rank has of its own, and what is computed from the config.
+#: Per-rank FP8 scales, and values computed from the config.
 _NO_WEIGHTS = compile_when_used(r"(?:\._extra_state|\.inv_freq)$")
-#: What each rank has whole.
+#: Tensors that each rank stores in full.
 _ALIKE = compile_when_used(
     r"(?:norm\.(?:weight|bias)|layer_?norm_(?:weight|bias)|(?:^|\.)ln_(?:pre|post)\.(?:weight|bias)"
     r"|\.router\.(?:weight|bias|expert_bias)|(?:position|tokentype)_embeddings\.weight|\.gate_weight"
@@ -42,7 +42,7 @@ _ALIKE = compile_when_used(
     r"|(?:lm_head\.dense|pooler\.dense|binary_head)\.(?:weight|bias)"
     r"|relative_attention_bias\.weight)$"
 )
-#: How a module's ranks divide it: name, dimension, and the sum that it is long as a whole.
+#: How ranks divide a module's tensors: name, dimension, and the extent of the full tensor as a sum.
 _DIVIDED = [
     (compile_when_used(rf"(?:^|\.){name}$"), dimension, extent)
     for name, dimension, extent in (
@@ -68,7 +68,7 @@ _DIVIDED = [
         (r"mlp\.(?:linear_fc2|dense_4h_to_h)\.weight", 1, "mlp"),
     )
 ]
-#: No model has as many layers for further tokens.
+#: Maximum number of MTP layers; no model has as many.
 _MOST = 1 << 16
 _FIRST = compile_when_used(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*$")
 
@@ -84,7 +84,7 @@ class Place:
     chunk: int
     stage: int
     tp: int
-    #: Ranks of experts: of their tensors, and of all experts.
+    #: Expert-tensor-parallel rank, and expert-parallel rank.
     etp: int
     ep: int
 
@@ -94,20 +94,21 @@ class _Tensor:
     """A full tensor: how it is divided, and which ranks store each part."""
 
     shape: list[int]
-    #: The dimension that ranks divide, and how many equal parts of the whole each rank has a share of.
+    #: The dimension that ranks divide, and the number of equal parts of the full tensor, each of which is
+    #: divided among the ranks.
     dimension: int | None
     parts: int
-    #: Ranks that divide it.
+    #: Number of ranks that divide it.
     degree: int
-    #: Elements that each has.
+    #: Number of elements on each rank.
     numel: int
-    #: By rank: (file, tensor in it), copies one after another.
+    #: By rank: (file, tensor in it); copies follow one another.
     holders: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def pieces(self, copy: int) -> list[Any]:
-        """Return ranges where ranks divide rows, and boxes where they divide columns.
+        """Return ranges if ranks divide rows, or boxes if they divide columns.
 
-        The last copy stands in for a missing one.
+        The last copy replaces a missing one.
         """
         holders = [copies[min(copy, len(copies) - 1)] for _, copies in sorted(self.holders.items())]
         if not self.dimension:
@@ -126,9 +127,9 @@ class Wholes:
 
     Args:
         args: the run's arguments.
-        tp: ranks that divide a tensor.
-        etp: ranks that divide an expert's.
-        ep: ranks that divide the experts.
+        tp: number of ranks that divide a tensor.
+        etp: number of ranks that divide an expert's tensor.
+        ep: number of ranks that divide the experts.
     """
 
     def __init__(self, args: Mapping[str, Any], tp: int, etp: int, ep: int) -> None:
@@ -162,7 +163,7 @@ class Wholes:
         self._check_against_arguments(places[0].path if places else None)
 
     def _check_against_arguments(self, file: str | None) -> None:
-        """Check the kinds of layers against the arguments, which alone state the required ones.
+        """Compare the kinds of layers with the arguments, since only these state the required kinds.
 
         Raises:
             FastshardError: ``FS514`` naming the argument that differs.
@@ -214,7 +215,7 @@ class Wholes:
         return {name: tensor.shape for name, tensor in self.found.items()}
 
     def assembled(self) -> Iterator[Assembled]:
-        """Yield the tensors, and then further copies of those that several ranks store."""
+        """Yield the tensors, and then additional copies of tensors that several ranks store."""
         whole = {name: t for name, t in self.found.items() if len(t.holders) == t.degree}
         most = max((len(h) for t in whole.values() for h in t.holders.values()), default=0)
         for n in range(most):
@@ -225,7 +226,7 @@ class Wholes:
             yield Assembled(file, {"replica": n} if most > 1 else {}, None, None, tensors, frozen=True)
 
     def incomplete(self) -> Iterator[str]:
-        """Return the names of tensors that lack the part of some rank."""
+        """Return the names of tensors for which a rank's part is missing."""
         return (name for name, t in self.found.items() if len(t.holders) != t.degree)
 
     def _of(self, place: Place, tensors: Sequence[_core.StoredTensor]) -> dict[str, tuple[int, list[int]]]:
@@ -242,7 +243,7 @@ class Wholes:
         return own
 
     def _bases(self, tensors_by_place: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
-        """Count the layers before each stage, by virtual stage, separately for each list of layers."""
+        """Count the layers before each stage and virtual stage, separately for each list of layers."""
         counts: dict[tuple[str, int, int], set[int]] = {}
         for place, own in tensors_by_place.items():
             for name in own:
@@ -283,7 +284,7 @@ class Wholes:
         )
 
     def _named(self, name: str, place: Place, bases: Mapping[tuple[str, int, int], int]) -> str:
-        """Return the name with layers and experts counted from the model's first."""
+        """Return the name with layers and experts numbered within the full model."""
         if match := _LAYER.match(name):
             layer = int(match[2]) + bases[match[1], place.chunk, place.stage]
             name = f"{match[1]}{layer}{name[match.end(2) :]}"
@@ -308,7 +309,7 @@ class Wholes:
     def _differ(
         self, place: Place, own: Mapping[str, list[int]], first: Place, others: Mapping[str, list[int]]
     ) -> None:
-        """Report how two ranks of one stage differ in their tensors."""
+        """Report how the tensors of two ranks in the same stage differ."""
         name = next(
             n
             for n in sorted(own.keys() | others.keys())
@@ -355,7 +356,7 @@ class Wholes:
     def _divided(
         self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]], degree: int
     ) -> tuple[int | None, int]:
-        """Return the dimension that ranks divide, and the number of parts that are each divided.
+        """Return the dimension that ranks divide, and the number of parts that are divided separately.
 
         The dimension is None if each rank has the full tensor.
         """
@@ -392,9 +393,9 @@ class Wholes:
         )
 
     def _gates(self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]]) -> int:
-        """Return 2 if a first projection has a gate, else 1.
+        """Return 2 if a first projection has a gate, otherwise 1.
 
-        With a gate, it has twice the rows that the second projection takes.
+        With a gate, it has twice as many rows as the second projection has inputs.
         """
         second = re.sub(r"\.bias(?=\d*$)", ".weight", name)
         second = second.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
@@ -409,7 +410,9 @@ class Wholes:
 
     @cached_property
     def _extents(self) -> dict[str, int | None]:
-        """Extents of divided dimensions in full tensors by the arguments; None if these state none."""
+        """Extents of divided dimensions in full tensors, according to the arguments; None if they are not
+        stated.
+        """
 
         def sized(*keys: str) -> int | None:
             return next((n for key in keys if (n := megatron_sizes.size(self.args, key)) is not None), None)

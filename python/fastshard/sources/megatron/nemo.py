@@ -1,8 +1,8 @@
 """NeMo 2 and Megatron-Bridge: torch_dist checkpoints whose settings are in a YAML file, not in ``common.pt``.
 
-``NAME/weights`` is the save and ``NAME/context/model.yaml`` describes the model; Megatron-Bridge has
-``run_config.yaml`` in the save's own folder. Both name the fields of Megatron's ``TransformerConfig``. Values
-of ``_target_`` are texts: nothing is imported.
+``NAME/weights`` contains the save, and ``NAME/context/model.yaml`` describes the model. Megatron-Bridge
+writes ``run_config.yaml`` into the save's own folder. Both use the field names of Megatron's
+``TransformerConfig``. Values of ``_target_`` are read as text; nothing is imported.
 source: NeMo nemo/lightning/ckpt_utils.py, nemo/lightning/io/mixin.py (`_io_dump_yaml`),
     nemo/lightning/io/pl.py (`MegatronCheckpointIO`), nemo/collections/llm/gpt/model/{base,llama}.py;
     Megatron-Bridge src/megatron/bridge/training/checkpointing.py, models/gpt_oss/gpt_oss_bridge.py
@@ -24,16 +24,16 @@ from ...models import megatron, sidecar_files
 from ...models.model import Lack, Model
 from ..base import as_dict, missing
 
-#: The attribute of NeMo's module that is the model.
+#: The attribute for the model in NeMo's module.
 PREFIX = "module."
-#: NeMo's folder of a save, and the file of its settings beside that folder.
+#: NeMo's folder for a save, and the file with its settings next to that folder.
 WEIGHTS = "weights"
 MODEL_YAML = "context/model.yaml"
 _RUN_CONFIG = "run_config.yaml"
-#: Folders of the tokenizer beside the settings, by the name of their file.
+#: Folders of the tokenizer next to the settings, by the name of the settings file.
 _TOKENIZERS = {MODEL_YAML: "context/nemo_tokenizer", _RUN_CONFIG: "tokenizer"}
 _MAX_YAML = 4 << 20
-#: Arguments by fields of the config that have another name.
+#: Arguments for config fields that have another name.
 _RENAMED = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
@@ -63,7 +63,7 @@ _FLAGS = (
     "qk_layernorm",
     "should_pad_vocab",
 )
-#: Fields with the same name as arguments that are no settings to override.
+#: Fields with the same name as an argument that are not settings to override.
 _KEPT = (
     "add_bias_linear",
     "add_qkv_bias",
@@ -72,7 +72,7 @@ _KEPT = (
     "make_vocab_size_divisible_by",
     "rotary_interleaved",
 )
-#: Llama 3.1's rotary scaling is NeMo's own, by fields that only such a config has. source:
+#: NeMo has its own fields for Llama 3.1's rotary scaling; only such a config has them. source:
 #: nemo/collections/llm/gpt/model/llama.py (`Llama31Config`, `apply_rope_scaling`)
 _SCALE = "scale_factor"
 _FIXED_SCALING = {
@@ -80,42 +80,42 @@ _FIXED_SCALING = {
     "high_freq_factor": megatron.LLAMA3_SCALING["high_freq_factor"],
     "old_context_len": megatron.LLAMA3_SCALING["original_max_position_embeddings"],
 }
-#: Formats in which parameters are rounded before they are stored. source: transformer_config.py
+#: Settings with which parameters are rounded before they are stored. source: transformer_config.py
 _ROUNDED = ("fp8_param_gather", "fp8_param", "fp4_param")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a model, as arguments of Megatron-LM."""
+    """The settings of a model, as Megatron-LM arguments."""
 
     framework: str
-    #: The file that states them, as messages name it.
+    #: The file that states them, as named in messages.
     file: str
     args: dict[str, Any]
-    #: What no argument states.
+    #: Settings for which there is no argument.
     lacking: list[Lack] = field(default_factory=list)
-    #: Where config and tokenizer are looked for, the nearest first.
+    #: Folders to search for config and tokenizer, the nearest first.
     folders: list[Folder] = field(default_factory=list)
 
     def of_optimizer(self) -> dict[str, Any]:
-        """Return the arguments that the optimizer's state may be read by.
+        """Return the arguments for reading the optimizer's state.
 
-        A config states a model, and no run: its parallel sizes may be those of no save.
+        A config describes a model, not a run: its parallel sizes may differ from those of the save.
         """
         return {key: True for key in _ROUNDED if self.args.get(key)}
 
 
 def prefix_of(names: Iterable[str]) -> str:
-    """Return what stands before Megatron's own names of all weights: ``module.`` in NeMo, else nothing."""
+    """Return the prefix before Megatron's own names of all weights: ``module.`` in NeMo, otherwise empty."""
     every = list(names)
     return PREFIX if every and all(name.startswith(PREFIX) for name in every) else ""
 
 
 @dataclass(frozen=True)
 class Unstated:
-    """The dialect of a save whose file of settings is gone: nothing is known of its model."""
+    """The dialect of a save whose settings file is missing, so that the model is unknown."""
 
-    #: The file, as messages name it.
+    #: The file, as named in messages.
     file: str
     name: str = megatron.DIALECT.name
 
@@ -136,21 +136,21 @@ class Unstated:
 
 
 def name_settings(folder: str) -> str:
-    """Return the path of the file that states the settings of NeMo's save.
+    """Return the path of the settings file for NeMo's save.
 
     Args:
-        folder: folder of the save, below a root.
+        folder: folder of the save, relative to its root directory.
     """
     above, _, last = folder.rpartition("/")
     return f"{above}/{MODEL_YAML}" if above and last == WEIGHTS else MODEL_YAML
 
 
 def read_settings(listing: Listing, folder: str) -> Settings | None:
-    """Read the settings beside a save, or in its folder; None if there is no file of them.
+    """Read the settings next to a save, or in its folder; None without a settings file.
 
     Args:
-        listing: contents of the roots.
-        folder: folder of ``.metadata``, below a root.
+        listing: contents of the root directories.
+        folder: folder of ``.metadata``, relative to its root directory.
 
     Raises:
         FastshardError: ``FS211`` for a file that is not YAML, or states an invalid value.
@@ -184,7 +184,7 @@ def read_settings(listing: Listing, folder: str) -> Settings | None:
 
 
 def _find(listing: Listing, folder: str, name: str, *, beside: bool) -> Folder | None:
-    """Find the folder of a file: the save's, or with ``beside`` the one above NeMo's ``weights``."""
+    """Find the folder of a file: that of the save, or with ``beside`` the one above NeMo's ``weights``."""
     saves = {root.absolute() / folder if folder else root.absolute() for root in listing.roots}
     allowed = {path.parent for path in saves if path.name == WEIGHTS} if beside else saves
     places = (place for place in sidecar_files.places(listing, folder) if place.path.absolute() in allowed)
@@ -192,13 +192,13 @@ def _find(listing: Listing, folder: str, name: str, *, beside: bool) -> Folder |
 
 
 def _label(listing: Listing, path: Path) -> str:
-    """Return the path as messages name it: below the root that holds it."""
+    """Return a path as named in messages: relative to its root directory."""
     inside = next((root for root in listing.roots if path.is_relative_to(root)), None)
     return str(path if inside is None else path.relative_to(inside))
 
 
 def _arguments(config: Mapping[Any, Any], file: str) -> tuple[dict[str, Any], list[Lack]]:
-    """Return the fields of a config as arguments, and the settings that no argument states.
+    """Return the fields of a config as arguments, and the settings for which there is no argument.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -245,9 +245,9 @@ def _arguments(config: Mapping[Any, Any], file: str) -> tuple[dict[str, Any], li
 
 
 def _read_yarn(config: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the arguments of YaRN for heads, whose fields have names of their own.
+    """Return the YaRN arguments for heads, whose fields have different names.
 
-    Without one of the two scales of attention it is that of the factor alone.
+    If one of the two attention scales is missing, the factor alone determines the scale.
     source: megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py
     (_yarn_get_concentration_factor)
     """
@@ -262,7 +262,7 @@ def _is_routing(name: str) -> bool:
 
 
 def _activation(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
-    """Set ``swiglu`` or ``quick_geglu``; report another function of a gated projection."""
+    """Set ``swiglu`` or ``quick_geglu``; report another activation of a gated projection."""
     gated = config.get("gated_linear_unit")
     if gated is not None:
         args["swiglu"] = gated
@@ -279,7 +279,7 @@ def _activation(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
 
 
 def _scaling(config: Mapping[Any, Any], args: dict[str, Any]) -> list[Lack]:
-    """Set the arguments of Llama 3's rotary scaling; report parts of it that no argument states."""
+    """Set the arguments of Llama 3's rotary scaling; report its settings for which there is no argument."""
     factor = config.get(_SCALE)
     if factor is None:
         if config.get("rope_scaling") is True:

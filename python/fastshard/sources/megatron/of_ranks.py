@@ -1,14 +1,14 @@
-"""The rank to which a rank file belongs, by its arguments and tensors.
+"""The rank to which a rank file belongs, according to its arguments and tensors.
 
-The tensor-parallel rank varies fastest in every order of ranks that Megatron-LM uses: tp-cp-ep-dp-pp,
-tp-cp-ep-pp-dp, and tp-pp-dp before these. So ``args.rank % tensor_model_parallel_size`` is the tp of
-``mp_rank_TP``, whatever the other degrees are.
+The tensor-parallel rank varies fastest in every rank order that Megatron-LM uses: tp-cp-ep-dp-pp,
+tp-cp-ep-pp-dp, and tp-pp-dp in older versions. Therefore ``args.rank % tensor_model_parallel_size`` is the tp
+of ``mp_rank_TP``, whatever the other degrees are.
 source: megatron/core/parallel_state.py (RankGenerator), megatron/training/checkpointing.py
     (get_checkpoint_name)
 
-The first pipeline stage has the embedding. Others may have it too (the last one, one of multi-token
-prediction, a decoder's first). The final norm comes after all layers: in the last stage, or with the last
-layer if multi-token prediction follows in a separate stage.
+The first pipeline stage has the embedding. Other stages may have it too (the last one, one with multi-token
+prediction, a decoder's first one). The final norm is after all layers: in the last stage, or with the last
+layer if multi-token prediction is in a separate stage after it.
 source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transformer_block.py
     (has_final_layernorm_in_this_stage)
 """
@@ -24,13 +24,13 @@ from ...common.regex import compile_when_used
 from ...layouts.declaration import Source
 from ..base import Found
 
-#: (tp, pp, ep) of a file by its name.
+#: (tp, pp, ep) of a file, according to its name.
 _Place = tuple[int, int, int]
 _EMBEDDING = "embedding.word_embeddings.weight"
 _FINAL_NORM = compile_when_used(r"(decoder|encoder)\.final_(layer)?norm\.weight")
-#: Tensors of multi-token prediction, whose stage embeds tokens too.
+#: Tensors of multi-token prediction, whose stage also embeds tokens.
 _MTP = "mtp."
-#: Stage, number in :attr:`Found.files`, and names of the tensors of each model chunk.
+#: Stage, number in :attr:`Found.files`, and tensor names of each model chunk.
 _Stage = tuple[int, int, Sequence[Collection[str]]]
 
 
@@ -41,12 +41,12 @@ def judge(
     tp: int,
     pp: int,
 ) -> None:
-    """Declare which files are in the place of their rank, and report each that is in another rank's place.
+    """Declare which files are in their own rank's place, and report each file in another rank's place.
 
     Args:
         source: the declaration.
         found: the files.
-        files: number, place by its name, and arguments of each.
+        files: number, place in the name, and arguments of each file.
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
     """
@@ -95,14 +95,14 @@ def judge_stages(
     files: Sequence[tuple[int, _Place, Sequence[Collection[str]]]],
     pp: int,
 ) -> None:
-    """Report each file that is in the place of another pipeline stage, by its tensors.
+    """Report each file that is in another pipeline stage's place, according to its tensors.
 
-    The tensors of stages between the first and the last do not distinguish them.
+    The tensors of the stages between the first and the last do not distinguish these stages.
 
     Args:
         source: the declaration.
         found: the files.
-        files: number, place by its name, and names of the tensors of each model chunk, of each file.
+        files: number, place in the name, and tensor names of each model chunk, for each file.
         pp: pipeline-parallel degree.
     """
     files_with_findings = {file for finding in source.findings for file in finding.files}
@@ -138,14 +138,16 @@ def judge_stages(
 
 
 def _final_norm(column: Sequence[_Stage]) -> str:
-    """Return the name of the norm after all layers: an encoder's if there is no decoder, else empty."""
+    """Return the name of the norm after all layers: the encoder's if there is no decoder; empty if there is
+    none.
+    """
     names = {name for *_, chunks in column for chunk in chunks for name in chunk}
     norms = [name for name in names if _FINAL_NORM.fullmatch(name)]
     return max(norms, key=lambda name: name.startswith("decoder"), default="")
 
 
 def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
-    """Return the file in the first stage's place, and the file that has the embedding which it lacks."""
+    """Return the file in the first stage's place, and the file with the embedding that the former lacks."""
     first = column[0]
     holders = [of for of in column if _holds(of[2], _EMBEDDING)]
     if first[0] != 0 or not holders or first in holders:
@@ -160,9 +162,9 @@ def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
 
 
 def _norm_before_layers(column: Sequence[_Stage], norm: str) -> list[_Stage]:
-    """Return the file with the final norm and the file whose layers come after it, if there are such files.
+    """Return the file with the final norm and the file with the layers after it, if there are such files.
 
-    Virtual stages come one by one.
+    Virtual stages are in order.
     """
     layers = f"{norm.partition('.')[0]}.layers."
     places = [(chunk, of) for of in column for chunk, _ in enumerate(of[2])]
@@ -181,7 +183,7 @@ def _holds(chunks: Sequence[Collection[str]], name: str) -> bool:
 
 
 def _own_stage(chunks: Sequence[Collection[str]], norm: str, pp: int) -> int | None:
-    """Return the stage to which a file belongs, by its tensors; None if they do not show it."""
+    """Return the stage to which a file belongs, according to its tensors; None if they do not show it."""
     if norm and _holds(chunks, norm):
         return pp - 1
     return 0 if _holds(chunks, _EMBEDDING) else None
@@ -197,12 +199,12 @@ def _rank(args: dict[str, Any]) -> int | None:
 
 
 def _stage_last(rank: int, args: dict[str, Any], tp: int, pp: int) -> int:
-    """Return the pipeline stage in the order tp-cp-ep-dp-pp."""
+    """Return the pipeline stage in the rank order tp-cp-ep-dp-pp."""
     return int(rank // max(args["world_size"] // pp, 1))
 
 
 def _stage_before_data(rank: int, args: dict[str, Any], tp: int, pp: int) -> int:
-    """Return the pipeline stage in the order tp-cp-pp-dp."""
+    """Return the pipeline stage in the rank order tp-cp-pp-dp."""
     cp = args.get("context_parallel_size")
     return rank // (tp * (cp if type(cp) is int and cp > 0 else 1)) % pp
 

@@ -27,20 +27,20 @@ from .optim_buckets import Stored
 from .optim_flat import UnknownPlaces
 from .optim_order import BUFFERS, Weights
 
-#: Several optimizers are counted: chained_0, chained_1, ...
+#: Several optimizers are numbered: chained_0, chained_1, ...
 _STATE = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.")
 _SLOT = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)$")
 _PICKLED = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
-#: What fp32 master weights are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param,
-#: later param)
+#: Names of fp32 master weights. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param, later
+#: param)
 MASTERS = ("param", "fp32_param")
-#: Groups of parameters are looked for as deep as several optimizers nest them.
+#: Nesting depth of several optimizers, down to which parameter groups are searched.
 _DEPTH = 4
 _MOST_STEPS = 1 << 62
 
 
 def is_state(name: str) -> bool:
-    """Return True for a tensor of an optimizer's state."""
+    """Return True for a tensor of optimizer state."""
     return _STATE.match(name) is not None
 
 
@@ -102,18 +102,18 @@ def divide(
 
 @dataclass(frozen=True)
 class _State:
-    """Tensors of an optimizer's state, by the form that they have."""
+    """Tensors of optimizer state, by form."""
 
-    #: Those with the parameters' names and shapes, by slot.
+    #: Tensors with the parameters' names and shapes, by slot.
     by_parameter: dict[str, list[Stored]] = field(default_factory=dict)
     #: Flat buckets.
     flat: list[Stored] = field(default_factory=list)
-    #: Names of all others.
+    #: Names of all other tensors.
     unread: list[str] = field(default_factory=list)
 
 
 def _state_of(tensors: list[Stored], shapes: dict[str, list[int]]) -> _State:
-    """Collect the tensors that are not among the parameters, given the parameters' shapes."""
+    """Collect the tensors that are not parameters, given the parameters' shapes."""
     state = _State()
     for name, shape, pieces in tensors:
         if name in shapes:
@@ -133,7 +133,7 @@ def _state_of(tensors: list[Stored], shapes: dict[str, list[int]]) -> _State:
 
 
 def _weights(weights: list[Stored], described: Metadata) -> Weights:
-    """Return shape, boxes and dtype of each parameter: the order of flat buckets follows from these."""
+    """Return shape, boxes and dtype of each parameter; these determine the order of flat buckets."""
     dtypes = {entry["name"]: entry["dtype"] for entry in described["tensors"]}
     return {
         name: (shape, [(lo, size) for lo, size, _, _ in pieces], dtypes.get(name) or "")
@@ -188,7 +188,7 @@ def _slot(kind: str) -> str | None:
 
 
 def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> list[Finding]:
-    """Report the reason why the optimizer's part is not read, if it is not."""
+    """Report the reason if the optimizer's state is not read."""
     again = (
         "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out "
         "--optimizer"
@@ -231,7 +231,7 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
 
 
 def param_groups(optimizer: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups of all optimizers, without the numbers of their parameters."""
+    """Yield the parameter groups of all optimizers, without the parameter numbers."""
     if isinstance(optimizer, list):
         optimizer = dict(enumerate(optimizer))
     if not isinstance(optimizer, dict) or depth > _DEPTH:

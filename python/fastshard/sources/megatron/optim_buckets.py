@@ -1,8 +1,8 @@
-"""``dp_reshardable``: the distributed optimizer's flat buckets, one set for each model-parallel rank.
+"""``dp_reshardable``: the distributed optimizer's flat buckets, with one set for each model-parallel rank.
 
-The files do not name any parameter. Places follow from the model's order (:mod:`.optim_order`) and the rules
-of the buffers (:mod:`.optim_flat`), and are checked against the chunks: each parameter was saved as separate
-chunks, so that its bounds are bounds of chunks. The core compares master weights with the parameters.
+The files do not name parameters. Their places follow from the model's order (:mod:`.optim_order`) and the
+rules for buffers (:mod:`.optim_flat`). They are compared with the chunks: each parameter was saved in
+separate chunks, so its bounds are chunk bounds. The core compares master weights with the parameters.
 source: megatron/core/optimizer/distrib_optimizer.py (sharded_param_state_dp_reshardable)
 """
 
@@ -22,14 +22,14 @@ KEY = compile_when_used(
     r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>\w+)$"
 )
 
-#: Name, shape, pieces: first index, extent, file, and the tensor in it.
+#: Name, shape, pieces: first index, extent, file, and tensor in the file.
 Stored = tuple[str, list[int], list[Any]]
 
 
 @dataclass
 class _Buffer:
     dtype: str
-    #: By bucket and slot.
+    #: Tensors by bucket and slot.
     buckets: dict[int, dict[str, Stored]] = field(default_factory=dict)
 
 
@@ -40,8 +40,8 @@ _Buffers = dict[tuple[int, int], dict[int, _Buffer]]
 class _Copies:
     """Boxes of full tensors.
 
-    Several ranks have copies of some (norms, a shared embedding): each copy is a further tensor, for
-    comparison.
+    Several ranks have copies of some tensors (norms, a shared embedding). Each copy is declared as an
+    additional tensor, for comparison.
     """
 
     def __init__(self, shapes: dict[str, list[int]]) -> None:
@@ -50,7 +50,7 @@ class _Copies:
         self._seen: dict[tuple[str, str], int] = {}
 
     def add(self, part: Part, boxes: list[Any]) -> None:
-        """Add the boxes that one rank has of a tensor."""
+        """Add a rank's boxes of a tensor."""
         key = (part.name, repr(part.boxes))
         copy = self._seen[key] = self._seen.get(key, -1) + 1
         if copy == len(self._copies):
@@ -153,7 +153,7 @@ def _other_ranks(expected: int, buffers: _Buffers) -> UnknownPlaces:
 
 
 def _by_dtype(parts: list[Part]) -> list[tuple[str, list[Part]]]:
-    """Group parameters into the buffers of a model chunk: one for each dtype, in order of occurrence."""
+    """Group parameters into the buffers of a model chunk: one per dtype, in order of occurrence."""
     found: dict[str, list[Part]] = {}
     for part in parts:
         found.setdefault(part.dtype, []).append(part)
@@ -187,9 +187,9 @@ def _filled(
 
 
 def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
-    """Check that parameters begin and end where chunks do.
+    """Check that parameters begin and end at chunk bounds.
 
-    No chunk has parts of two parameters, or part of one and elements that were never written.
+    No chunk contains parts of two parameters, or part of a parameter and elements that were never written.
     """
     bounds = sorted((lo[0], lo[0] + size[0]) for lo, size, _, _ in chunks)
     begins, ends = {a for a, _ in bounds}, {b for _, b in bounds}
@@ -213,7 +213,7 @@ def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
 
 
 def _cut(bucket: list[Place], chunks: list[Any]) -> list[tuple[Part, list[Any]]]:
-    """Return the boxes of each parameter in a bucket, with chunks sorted by their places."""
+    """Return the boxes of each parameter in a bucket, with chunks sorted by place."""
     ordered = sorted(chunks, key=lambda chunk: chunk[0][0])
     found: list[tuple[Part, list[Any]]] = []
     at = 0

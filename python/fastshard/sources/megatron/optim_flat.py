@@ -1,8 +1,9 @@
-"""The contents of the flat vectors of Megatron-LM's distributed optimizer, by its buffers' rules.
+"""The contents of the flat vectors of Megatron-LM's distributed optimizer, according to the rules for its
+buffers.
 
-Parameters are in reverse order, and each starts at a multiple of 64 elements. A bucket ends where it is full,
-and around an embedding that stages share. Elements between two parameters were never written, and are not
-read.
+Parameters are in reverse order, and each starts at a multiple of 64 elements. A bucket ends when it is full,
+and before and after an embedding that stages share. Elements between two parameters were never written, and
+are not read.
 source: megatron/core/distributed/param_and_grad_buffer.py (_ParamAndGradBuffer)
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 from ...common.records import dataclass, field
 
-#: Elements that the start of a parameter is a multiple of.
+#: Number of elements to which the start of a parameter is aligned.
 ALIGNED = 64
 
 #: First index, extent, first element in the flat range.
@@ -23,7 +24,7 @@ Run = tuple[list[int], list[int], int]
 
 
 class UnknownPlaces(Exception):
-    """An error: the places of parameters in flat vectors are not known for certain."""
+    """An error: the places of parameters in flat vectors cannot be determined with certainty."""
 
     def __init__(self, message: str, expected: str | None = None, got: str | None = None) -> None:
         super().__init__(message)
@@ -32,16 +33,16 @@ class UnknownPlaces(Exception):
 
 @dataclass
 class Part:
-    """A parameter of one rank."""
+    """A parameter on one rank."""
 
-    #: Name of the tensor that it is a part of.
+    #: Name of the tensor of which it is a part.
     name: str
     shape: list[int]
     dtype: str
     #: True for an embedding that the first and the last stage share.
     shared: bool = False
-    #: Where its elements belong: (first index, extent) of boxes of that tensor, one after another; empty if
-    #: it is that tensor.
+    #: Places of its elements: (first index, extent) of consecutive boxes of that tensor; empty if it is the
+    #: full tensor.
     boxes: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
     @property
@@ -55,18 +56,18 @@ Place = tuple[Part, int, int]
 
 
 def aligned(at: int) -> int:
-    """Return the next place where a parameter may begin."""
+    """Return the next position where a parameter may begin."""
     return -(-at // ALIGNED) * ALIGNED
 
 
 def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]] | None:
-    """Locate parameters in buckets of the given sizes, without the padding at their ends.
+    """Locate parameters in buckets of the given sizes, excluding the padding at the ends.
 
     None if the parameters do not fill the buckets.
 
     Args:
         parts: parameters of one buffer, in the model's order.
-        sizes: elements of each bucket.
+        sizes: number of elements in each bucket.
     """
     buckets: list[list[Place]] = []
     rest = deque(reversed(parts))
@@ -88,14 +89,14 @@ def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]]
 
 
 def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Place] | None:
-    """Locate parameters in one vector that concatenates buckets without their padding.
+    """Locate parameters in one vector of concatenated buckets without padding.
 
     None if they do not fill the vector.
 
     Args:
         parts: parameters of one buffer, in the model's order.
-        bucket: elements after which a bucket is closed; None for never.
-        length: elements of the vector.
+        bucket: number of elements after which a bucket is closed; None if never.
+        length: number of elements in the vector.
     """
     found: list[Place] = []
     # Where the bucket begins in the vector, and how far it is filled.
@@ -112,7 +113,7 @@ def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Pl
 
 
 def runs(shape: Sequence[int], first: int, count: int) -> Iterator[Run]:
-    """Yield the boxes of a range of a box's C-ordered elements, each with its start in the range."""
+    """Yield the boxes for a range of a box's C-ordered elements, each with its start in the range."""
     if count <= 0:
         return
     if first == 0 and count == prod(shape):

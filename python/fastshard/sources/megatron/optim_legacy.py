@@ -1,9 +1,9 @@
-"""Optimizer state of rank files: ``distrib_optim.pt`` next to them, or their own undistributed state.
+"""Optimizer state of rank files: ``distrib_optim.pt`` next to them, or undistributed state in the rank files.
 
-``distrib_optim.pt`` has a flat vector for each buffer, with its buckets one after another, without the
-padding at their ends and without names. A mixture of experts has a list of two, the first of which only one
-rank of several has. Parameters are in the order of the model's own file, and the arguments determine where
-buckets end. The core compares master weights with the parameters.
+``distrib_optim.pt`` has one flat vector per buffer, with concatenated buckets, without padding and without
+names. An MoE model has a list of two optimizers; only one of several ranks stores the first one. Parameters
+are in the order of the model file, and the arguments determine the ends of buckets. The core compares master
+weights with the parameters.
 source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (save_parameter_state,
     get_parameter_state_dp_zero, state_dict),
 megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
@@ -41,13 +41,13 @@ class _Chunk:
 
     unit: Unit
     parts: list[Part]
-    #: Names and shapes that the source gives tensors which are not declared as they are stored.
+    #: Names and shapes of tensors that are not declared as stored.
     flat: dict[str, tuple[str, list[int]]]
 
 
 @dataclass
 class _Rank:
-    """One rank's files."""
+    """The files of one rank."""
 
     file: int
     path: str
@@ -59,7 +59,7 @@ class _Rank:
 
     @property
     def label(self) -> str:
-        """The rank in the form that messages use."""
+        """The rank as named in messages."""
         return format_rank(self.coords)
 
 
@@ -72,7 +72,7 @@ class _Reading:
     found: Found[MegatronFiles]
     contents: Contents
     args: dict[str, Any]
-    #: True if experts are in buffers of their own.
+    #: True if experts are in separate buffers.
     apart: bool
     assembled: list[Assembled] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _Reading:
 def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> None:
     """Report that the optimizer state of a model without a table is not read, if there is any.
 
-    Its order is the order of the model's modules.
+    It is in the order of the model's modules.
     """
     beside = found.seen.beside
     with_state = [n for n, state in enumerate(states) if n in beside or _list_optimizers(as_dict(state))]
@@ -106,7 +106,7 @@ def attach(
     args: dict[str, Any],
     ep: int,
 ) -> None:
-    """Add master weights, slots and their findings to a declaration."""
+    """Add master weights, slots and findings about them to a declaration."""
     beside = found.seen.beside
     ranks = [_rank(source, found, contents, n, as_dict(state), beside) for n, state in enumerate(states)]
     ranks = [rank for rank in ranks if rank.chunks]
@@ -194,7 +194,7 @@ def _rank(
     state: dict[str, Any],
     beside: Mapping[int, int],
 ) -> _Rank:
-    """Return the rank's parameters in the order of its file, which is the module's order without buffers."""
+    """Return the rank's parameters in file order, which is the module's order without buffers."""
     units = [unit for unit in source.files.units if unit.file == n]
     declared = {
         pieces[0][2]: (name, shape)
@@ -222,7 +222,9 @@ def _rank(
 
 
 def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the non-distributed optimizers in a rank file: one, or those of dense parameters and experts."""
+    """List the non-distributed optimizers in a rank file: one, or one for dense parameters and one for
+    experts.
+    """
     stored = state.get("optimizer")
     several = stored if isinstance(stored, list) else [stored]
     found = [one for one in several if isinstance(one, dict)]
@@ -240,7 +242,9 @@ def _buffers(source: Source, contents: Contents) -> Iterator[str]:
 
 
 def _divided(rank: _Rank, apart: bool) -> tuple[list[list[Part]], list[list[Part]]]:
-    """Divide each chunk's parameters into those of the first optimizer and the experts of the second."""
+    """Divide each chunk's parameters into those of the first optimizer and those of the second one, for
+    experts.
+    """
     chunks = [chunk.parts for chunk in rank.chunks]
     dense = [[p for p in parts if not (apart and _EXPERT.search(p.name))] for parts in chunks]
     return dense, [[p for p in parts if apart and _EXPERT.search(p.name)] for parts in chunks]
@@ -293,7 +297,7 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
 
 
 def _same_dense(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> tuple[int, dict[str, Any]] | None:
-    """Find the file of another rank that has the same dense parameters, and return it with their state."""
+    """Find another rank's file with the same dense parameters, and return it with their state."""
 
     def place(one: _Rank) -> list[dict[str, int]]:
         return [{d: n for d, n in chunk.unit.coords.items() if d != "ep"} for chunk in one.chunks]
@@ -309,7 +313,7 @@ def _same_dense(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> tuple[int
 def _vectors(
     reading: _Reading, rank: _Rank, buffers: dict[str, Any], chunks: list[list[Part]], file: int
 ) -> _Slots:
-    """Read buffers by number: those of the first chunk, one for each dtype, then those of the next chunk."""
+    """Read buffers by number: those of the first chunk, one per dtype, then those of the next chunk."""
     wanted: list[tuple[int, str, list[Part]]] = []
     for n, parts in enumerate(chunks):
         by_dtype: dict[str, list[Part]] = {}
@@ -345,7 +349,7 @@ def _vectors(
 
 
 def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], length: int) -> list[Place]:
-    """Locate parameters in a vector: by the arguments, or by its length if the arguments do not suffice."""
+    """Locate parameters in a vector, by the arguments or, if these are not sufficient, by its length."""
     stage = rank.chunks[chunk].unit.coords.get("pp", 0)
     pp = count(reading.args, "pipeline_model_parallel_size") or 1
     tied = reading.args.get("untie_embeddings_and_output_weights") is False
@@ -383,7 +387,7 @@ def _bucket(args: dict[str, Any], rank: _Rank) -> int | None:
 
 
 def _whole(reading: _Reading, rank: _Rank) -> None:
-    """Read master weights and moments by parameter number, from an optimizer that is not distributed.
+    """Read master weights and moments by parameter number, from a non-distributed optimizer.
 
     source: megatron/core/optimizer/optimizer.py (Float16OptimizerWithFloat16Params, FP32Optimizer)
     """
@@ -429,13 +433,13 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
 
 
 def _tensor(value: Any, most: int) -> int | None:
-    """Return the index of the tensor that a value refers to."""
+    """Return the index of the tensor to which a value refers."""
     index = as_dict(value).get("__tensor__")
     return index if isinstance(index, int) and 0 <= index < most else None
 
 
 def _stepped(state: Any, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
-    """Return the shape of a parameter, by its moments."""
+    """Return the shape of a parameter, from its moments."""
     shapes = [
         tensors[index]["shape"]
         for slot, value in as_dict(state).items()

@@ -1,7 +1,7 @@
 """``fully_sharded_model_space``: optimizer state by parameter, with each rank's shard flat.
 
-The shape in ``.metadata`` is not the parameter's. For each of the parameter's axes it has one axis that
-counts shards, followed by the elements of one shard, which data-parallel ranks divide.
+The shape in ``.metadata`` is not the parameter's shape. It has one axis per axis of the parameter, which
+counts shards, and a last axis for the elements of a shard, which data-parallel ranks divide.
 source: megatron/core/dist_checkpointing/strategies/resharding.py
     (nd_flattened_tensor_reformulated_global_shape), 0.8 to 0.15
 """
@@ -15,12 +15,13 @@ from .optim_flat import runs
 
 
 def boxes(shape: list[int], stored: list[int], chunks: list[Any]) -> list[Any] | None:
-    """Return the chunks as boxes of the parameter; None if the shape in ``.metadata`` is not of its shards.
+    """Return the chunks as boxes of the parameter; None if the shape in ``.metadata`` does not consist of its
+    shards.
 
     Args:
         shape: the parameter's shape.
         stored: the shape in ``.metadata``.
-        chunks: first index and extent in the stored tensor, file, and the tensor in it.
+        chunks: first index and extent in the stored tensor, file, and tensor in the file.
     """
     if len(stored) != len(shape) + 1 or any(n < 1 for n in stored[:-1]):
         return None

@@ -1,7 +1,8 @@
-"""The order of a Megatron-LM rank's parameters, by torch_dist names, and the part of each on the rank.
+"""The order of a Megatron-LM rank's parameters, by their torch_dist names, and each parameter's part on the
+rank.
 
-Nothing in a checkpoint names the contents of the distributed optimizer's buffers: the order is the module's
-own. If the kind of its layers is not stated, each kind is tried. If none fits, or two do, the buffers are
+A checkpoint does not name the contents of the distributed optimizer's buffers; they are in the module's
+order. If the kind of layers is not stated, each kind is tried. If none or several fit, the buffers are
 refused.
 source: megatron/core/models/gpt/{gpt_model,gpt_layer_specs}.py, megatron/core/transformer/{attention,mlp}.py,
 megatron/core/transformer/moe/{moe_layer,experts}.py, megatron/core/parallel_state.py (RankGenerator)
@@ -19,7 +20,7 @@ from ...common.regex import compile_when_used
 from ...models import megatron_sizes
 from .optim_flat import Part, UnknownPlaces
 
-#: What no optimizer steps.
+#: Tensors that are not trained.
 BUFFERS = compile_when_used(r"(\.router\.expert_bias|\.inv_freq|_extra_state)$")
 
 _ATTENTION = (
@@ -37,8 +38,8 @@ _OWN2 = ("pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias")
 _FC1 = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 _FC2 = ("mlp.linear_fc2.weight", "mlp.linear_fc2.bias")
 _ROUTER = ("mlp.router.weight", "mlp.router.bias")
-#: By ``transformer_impl``: norms are modules of their own, or parameters of the layer after them; the keys
-#: are the same.
+#: Parameters by ``transformer_impl``: norms are separate modules, or parameters of the layer after them; the
+#: keys are the same.
 _LAYERS = {
     "local": (*_OWN1, *_NORM1, *_PROJ, *_QKV, *_ATTENTION, *_OWN2, *_NORM2, *_ROUTER, *_FC1, *_FC2),
     "transformer_engine": (
@@ -69,21 +70,21 @@ Weights = dict[str, tuple[list[int], list[tuple[list[int], list[int]]], str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that decide the order of parameters."""
+    """The properties that determine the order of parameters."""
 
     #: ``transformer_impl``
     layers: str
-    #: True if experts of a rank are one module (grouped), False for one after another.
+    #: True if a rank's experts are one module (grouped), False if they are separate modules.
     grouped: bool
 
     @property
     def called(self) -> str:
-        """The kind in the words of the arguments."""
+        """The kind in the terms of the arguments."""
         return f"--transformer-impl {self.layers}" + (", --moe-grouped-gemm" if self.grouped else "")
 
 
 def count(args: dict[str, Any], name: str) -> int | None:
-    """Return a size or degree among the arguments; None if it is not stated.
+    """Return a size or degree from the arguments; None if it is not stated.
 
     Raises:
         UnknownPlaces: if it is not a positive integer.
@@ -97,7 +98,7 @@ def count(args: dict[str, Any], name: str) -> int | None:
 
 
 def kinds(args: dict[str, Any], experts: bool) -> list[Kind]:
-    """List the kinds that the arguments leave open."""
+    """List the kinds that the arguments allow."""
     implementation = args.get("transformer_impl")
     layers = (
         [implementation] if isinstance(implementation, str) and implementation in _LAYERS else list(_LAYERS)
@@ -120,7 +121,7 @@ class Ranks:
     Args:
         weights: tensors of the model.
         args: the run's arguments.
-        most: chunks of the optimizer's state; there are no more parameters than these.
+        most: number of chunks of optimizer state; there are at most as many parameters.
     """
 
     def __init__(self, weights: Weights, args: dict[str, Any], most: int) -> None:
@@ -145,7 +146,7 @@ class Ranks:
                 f"{self.layers} layers in {self.pp} x {self.vp} stages", None, f"{most} chunks"
             )
         self._stages = self._divided(args)
-        #: By name: where chunks begin, dimension by dimension.
+        #: By name: where chunks begin in each dimension.
         self._cuts: dict[str, list[list[int]]] = {}
 
     def _layers(self, args: dict[str, Any]) -> int:
@@ -197,7 +198,7 @@ class Ranks:
         }
 
     def parts(self, kind: Kind, tp: int, pp: int, chunk: int) -> list[Part]:
-        """List the parameters that are not kept apart for experts, in the model's order."""
+        """List the parameters that are not in separate expert buffers, in the model's order."""
         found: list[Part] = []
         apart = self.ep > 1
         first, last = (pp, chunk) == (0, 0), (pp, chunk) == (self.pp - 1, self.vp - 1)
@@ -219,11 +220,11 @@ class Ranks:
         return found
 
     def experts(self, kind: Kind, tp: int, ep: int, pp: int, chunk: int) -> list[Part]:
-        """List the parameters that are kept apart for experts, in the model's order."""
+        """List the parameters that are in separate expert buffers, in the model's order."""
         return [p for layer in self._stages[pp, chunk] for p in self._experts(kind, layer, tp, ep)]
 
     def unused(self) -> set[str]:
-        """Return the names of weights of which no rank got a part."""
+        """Return the names of weights without a part on any rank."""
         return self.weights.keys() - self._cuts.keys()
 
     def _of_layer(self, suffix: str, layer: int) -> tuple[str, list[int]]:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from ...common.records import dataclass
 
-#: The file of the distributed optimizer, beside a rank file.
+#: The distributed optimizer's file next to a rank file.
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 
 
 @dataclass(frozen=True)
 class MegatronFiles:
-    """The numbers in folder names, rank file by rank file; the rank files are the first of all files."""
+    """The numbers in folder names, by rank file; the rank files are first in the list of files."""
 
-    #: Numbers at the end of each folder's name: the tensor-parallel rank, and up to two more.
+    #: Numbers at the end of each folder's name: the tensor-parallel rank, and up to two others.
     suffixes: tuple[tuple[int, ...], ...]
-    #: The distributed optimizer's file beside a rank file, by the numbers of both.
+    #: The distributed optimizer's file for each rank file, by file number.
     beside: Mapping[int, int]

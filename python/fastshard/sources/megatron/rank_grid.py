@@ -1,4 +1,4 @@
-"""The ranks of Megatron-LM that have written files, by the folders' names and the arguments."""
+"""The Megatron-LM ranks that have written files, according to folder names and arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...models import megatron_sizes
 from ..base import Found
 from .rank_folders import MegatronFiles
 
-#: No run has had as many ranks.
+#: Maximum number of ranks; no run has had as many.
 _MAX_RANKS = 1 << 20
 
 
-#: Missing places that are named one by one; of more the runs are.
+#: Maximum number of missing places to name one by one; above it, ranges are named.
 _ONE_BY_ONE = 100
 
 
@@ -32,7 +32,7 @@ class RankGrid:
     pp: int
     ep: int
     places: list[tuple[int, int, int]]
-    #: Ranks that divide the tensors of an expert.
+    #: Number of ranks that divide an expert's tensors.
     etp: int
     is_mixture: bool
 
@@ -51,11 +51,12 @@ class RankGrid:
     def of(cls, found: Found[MegatronFiles], args: dict[str, Any], mixture: bool) -> RankGrid:
         """Derive the grid from folder names and arguments.
 
-        Names end in the stage if there are several stages, then in the expert rank if there are several of
-        these.
+        Names end with the stage if there are several stages, then with the expert rank if there are several
+        expert ranks.
 
         Raises:
-            FastshardError: ``FS106`` if one number follows and nothing states which of the two it is.
+            FastshardError: ``FS106`` if there is one number and nothing states whether it is the stage or the
+                expert rank.
         """
         suffixes = found.seen.suffixes
         pp = megatron_sizes.size(args, "pipeline_model_parallel_size")
@@ -94,9 +95,10 @@ class RankGrid:
         return cls(tp, pp, ep, places, etp, mixture)
 
     def find_gaps(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-        """Find the places whose files are missing, as first and last of each range of tensor-parallel ranks.
+        """Find the places whose files are missing, as the first and last place of each range of
+        tensor-parallel ranks.
 
-        Places are listed singly if they are few.
+        Places are listed singly if there are few.
         """
         there = set(self.places)
         every = itertools.product(range(self.pp), range(self.ep), range(self.tp))
@@ -113,12 +115,12 @@ class RankGrid:
         return found
 
     def of_expert(self, place: tuple[int, int, int]) -> int | None:
-        """Return the rank among those that divide an expert's tensors; None for a place that no rank has."""
+        """Return the rank among those that divide an expert's tensors; None for a place without a rank."""
         tensor, _, expert = place
         return self.topology.expert_rank(tensor, expert)
 
     def folder(self, place: tuple[int, int, int]) -> str:
-        """Return the name of a rank's folder.
+        """Return the folder name of a rank.
 
         source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name
         """
@@ -128,11 +130,11 @@ class RankGrid:
         return name + (f"_{expert:03d}" if self.ep > 1 else "")
 
     def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
-        """Return the ranks of a place, as messages name them."""
+        """Return the ranks of a place, as named in messages."""
         return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
 
     def coords_of_tensors(self, place: tuple[int, int, int]) -> dict[str, int]:
-        """Return the ranks of a place on all parallel dimensions, as the layout takes them."""
+        """Return the ranks of a place on all parallel dimensions, in the layout's form."""
         experts = {"etp": self.of_expert(place) or 0} if self.is_mixture else {}
         return self.coords(place) | experts
 

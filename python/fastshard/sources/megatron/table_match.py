@@ -1,5 +1,6 @@
-"""The choice of a table for a torch_dist checkpoint's tensors; without one they are merged as in
-``.metadata``."""
+"""The choice of a table for the tensors of a torch_dist checkpoint. Without a table, they are merged as
+described in ``.metadata``.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from ...models import megatron_sizes
 from ...models.model import Lack
 from . import arguments
 
-#: Layers that may differ are numbered from the first of all. source: transformer_block.py
+#: Layers that may differ are numbered within the full model. source: transformer_block.py
 #: (non_homogeneous_layers)
 _LAYER = compile_when_used(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
-#: What every block of the tables has, by its spellings.
+#: Tensors in every block of the tables, by their spellings.
 _BLOCK = (
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     ("self_attention.linear_qkv.weight",),
@@ -32,14 +33,14 @@ _ENDS = (
     ("embedding.word_embeddings.weight",),
     ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
 )
-#: What may have a row for each word, or is a moment of it. source: megatron/core/models
+#: Tensors that may have one row per token, and their moments. source: megatron/core/models
 #: (LanguageModelEmbedding, output_layer, lm_head)
 _WORDS = compile_when_used(
     r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))(?:\.[a-z_]+)?$"
 )
-#: Axes that shapes alone do not tell.
+#: Axes that shapes alone do not determine.
 _HEADS = {"g": "num_query_groups", "r": "num_attention_heads", "d": "kv_channels"}
-#: Biases that a table has in all such layers or in none.
+#: Biases that a table has in all such layers or in none of them.
 _TOGETHER = (
     (
         "self_attention.linear_proj.bias",
@@ -52,12 +53,12 @@ _TOGETHER = (
 
 
 def is_numbered(names: Collection[str]) -> bool:
-    """Return True if layers are stored one by one, not stacked."""
+    """Return True if layers are stored separately, not stacked."""
     return any((match := _LAYER.match(name)) and match[1] for name in names)
 
 
 def find_mixed_table(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> str | None:
-    """Return the name of the table for layers that differ if it has a rule for each weight."""
+    """Return the name of the table for layers that differ, if it has a rule for each weight."""
     name = arguments.find_mixed_table(args, shapes)
     if name is None:
         return None
@@ -137,7 +138,7 @@ def unnamed(
 
 
 def _applies(rule: Rule, gated: bool | None) -> bool:
-    """Return False for a gated first projection's rule where the model has a plain one, and vice versa."""
+    """Return False for a rule whose first projection is gated if the model's is not, and vice versa."""
     if "linear_fc1" not in rule.name or rule.dimensions is None or ".layer_norm_" in rule.name:
         return True
     return gated is None or any("gate:" in dimension for dimension in rule.dimensions) == gated
@@ -146,9 +147,9 @@ def _applies(rule: Rule, gated: bool | None) -> bool:
 def leave_unnamed(
     source: Source, lack: Lack, shapes: Mapping[str, list[int]], args: Mapping[str, Any]
 ) -> None:
-    """Declare the tensors as they are stored: ``.metadata`` states all shapes.
+    """Declare the tensors as they are stored; ``.metadata`` states all shapes.
 
-    Rows that are words of the vocabulary are declared too.
+    Vocabulary rows are declared too.
     """
     source.binding.layout, source.binding.pass_unknown, source.binding.axes = None, True, {}
     source.binding.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
@@ -156,7 +157,7 @@ def leave_unnamed(
 
 
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield rules for tensors that have a row for each word of the padded vocabulary."""
+    """Yield rules for tensors that have one row per token of the padded vocabulary."""
     word_shapes = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
     embeddings = [shape[0] for name, shape in word_shapes.items() if name.endswith("word_embeddings.weight")]
     padded_size = megatron_sizes.size(args, "padded_vocab_size")

@@ -21,7 +21,7 @@ from . import arguments, nemo, optim, table_match
 
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
 _COMMON = "common_state/shard_0_1"
-#: The model of a state, or a virtual stage's.
+#: Prefix of the model in a state, or of a virtual stage's model.
 _MODEL = compile_when_used(r"^model\d*\.")
 
 
@@ -97,13 +97,14 @@ class TorchDist:
 
 
 def _iteration(state: dict[str, Any]) -> dict[str, int]:
-    """Return the iteration that the common part states: Megatron's count, or Lightning's."""
+    """Return the iteration in the common part: Megatron's count, or Lightning's."""
     value = state.get("iteration", state.get("global_step"))
     return {"iteration": value} if isinstance(value, int) and not isinstance(value, bool) else {}
 
 
 def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
-    """Return True if ``metadata.json`` states a backend of Megatron-LM; trainers keep files of that name too.
+    """Return True if ``metadata.json`` names a Megatron-LM backend; other trainers have a file of that name
+    too.
 
     If the file is not JSON, the common part of the state decides.
     source: megatron/core/dist_checkpointing/core.py (CheckpointingConfig)
@@ -119,10 +120,10 @@ def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
 def _of_torch(
     source: Source, found: Found[DcpFiles], tensors: list[tuple[str, list[int], list[Any]]]
 ) -> list[tuple[str, list[int], list[Any]]] | None:
-    """Declare ``fsdp_dtensor`` and ``torch_dcp``, torch's forms of the full state, with arguments among it.
+    """Declare ``fsdp_dtensor`` and ``torch_dcp``, torch's forms of the full state including arguments.
 
-    All tensors keep their stored names in a merge. No table fits them: Megatron-FSDP splits gated projections
-    into ``weight_w`` and ``weight_v``, and the names are those of its wrappers.
+    All tensors keep their stored names in a merge. No table fits them, because Megatron-FSDP splits gated
+    projections into ``weight_w`` and ``weight_v``, and the names are those of its wrappers.
     source: megatron/training/checkpointing.py (generate_state_dict),
         megatron/core/transformer/fsdp_dtensor_checkpoint.py
     """
@@ -141,7 +142,7 @@ def _of_torch(
 
 
 def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[str, Any]:
-    """Read the non-tensor part of the state: a file, or since 0.19 an object among the records.
+    """Read the non-tensor part of the state: from a file or, since 0.19, from an object among the records.
 
     Raises:
         FastshardError: if the object cannot be read.
@@ -169,7 +170,7 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
 
 
 def _gated(shapes: dict[str, list[int]]) -> bool | None:
-    """Return True if the first projection has a gate, by the columns of the second.
+    """Return True if the first projection has a gate, based on the columns of the second projection.
 
     None if the shapes do not show it.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax (MaxText) and of Paxml: zarr arrays, plain or in OCDBT, of one host or of several."""
+"""Checkpoints of Orbax (MaxText) and Paxml: zarr arrays, plain or in OCDBT, from one or several hosts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .find_items import Place, choose, chunk_without_metadata, find
 from .metadata import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
 from .zarr_metadata import Array
 
-#: Arrays named in findings at most.
+#: Maximum number of arrays named in findings.
 _NAMED = 20
 
 
 @dataclass(frozen=True)
 class OrbaxFiles:
-    """The stores of the chosen item, and what their keys prove."""
+    """The stores of the chosen item, and the evidence in their keys."""
 
-    #: Its directories: one, or those of several hosts.
+    #: Directories of the item: one, or one per host.
     places: tuple[Place, ...]
-    #: All of their stores as one.
+    #: All stores, combined into one.
     union: stores.Union
-    #: What ``_METADATA`` says, if it is there.
+    #: The contents of ``_METADATA``, if it exists.
     tree: Tree | None
-    #: Whether every chunk is there.
+    #: Whether all chunks exist.
     verdict: completeness.Verdict
     #: The blocks of each array.
     pieces: Mapping[str, Sequence[stores.Piece]]
@@ -172,7 +172,7 @@ class Orbax:
 
 
 def _shared(tree: Tree | None, where: str) -> list[Finding]:
-    """Report entries of the tree that Orbax stored over each other: it joins keys by dots.
+    """Report entries of the tree that overwrote each other because Orbax joins keys with dots.
 
     Measured with 0.12.8.
     """
@@ -210,7 +210,9 @@ def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
 def _evidence(
     listing: Listing, places: list[Place], tree: Tree | None, union: stores.Union, expected: int | None
 ) -> Evidence:
-    """Collect evidence about the processes that wrote, and about the chunks that each had to write."""
+    """Collect evidence about the processes that wrote the item, and about the chunks that each one had to
+    write.
+    """
     shardings: dict[str, Sharding] = {}
     for place in places:
         if file := _file(listing, place, "_sharding"):
@@ -233,7 +235,7 @@ def _evidence(
 
 
 def _refuse_without_arrays(listing: Listing) -> None:
-    """Raise an error for a save without arrays: one that only began, or chunks whose arrays are unknown."""
+    """Raise an error for a save without arrays: one interrupted early, or chunks of unknown arrays."""
     started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
     if started is None:
         levanter_steps.refuse_without_manifest(listing)
@@ -262,9 +264,9 @@ def _refuse_chunks_alone(listing: Listing) -> None:
 
 
 def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
-    """Report that chunks of several directories cannot prove that they are from one run.
+    """Report that chunks of several directories cannot prove that they are from the same run.
 
-    Pieces that two directories share are compared; others fit any run.
+    Pieces in two directories are compared; other pieces fit any run.
     """
     if len(places) < 2:
         return []
@@ -283,7 +285,7 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
 def _committed(listing: Listing, places: list[Place], options: Options) -> list[Finding]:
     """Check that a directory of the step was committed, or that ``uncommitted`` is accepted.
 
-    One committed directory vouches for the temporary ones of the same step.
+    One committed directory is sufficient for the temporary ones of the same step.
     """
     loose = [p for p in places if not p.committed]
     if not loose:
@@ -323,13 +325,13 @@ def _file(listing: Listing, place: Place, name: str) -> File | None:
 
 
 def _at(listing: Listing, place: Place, folder: str, name: str) -> File | None:
-    """Return the file of that name in a folder of the place's root."""
+    """Return the file of that name in a folder below the place's root directory."""
     path = f"{folder}/{name}" if folder else name
     return next((f for f in listing.files if f.root == place.root and f.path == path), None)
 
 
 def _anchor(listing: Listing, places: list[Place]) -> File:
-    """Return a file that changes with the store."""
+    """Return a file that changes whenever the store changes."""
     for place in places:
         stores = (f"{process.folder}/manifest.ocdbt" for process in place.processes)
         for name in ("manifest.ocdbt", "_METADATA", *stores):
@@ -341,7 +343,7 @@ def _anchor(listing: Listing, places: list[Place]) -> File:
 
 
 def _strings(listing: Listing, places: Sequence[Place]) -> str | None:
-    """Read the texts among the leaves, which Orbax keeps in a separate file.
+    """Read the strings among the leaves, which Orbax stores in a separate file.
 
     source: orbax type_handlers.py
     """
@@ -380,7 +382,7 @@ def _checkpoint_metadata(listing: Listing, places: Sequence[Place]) -> dict[str,
 
 
 def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding]:
-    """Report chunks of arrays without metadata, and chunks that a merge left out."""
+    """Report chunks of arrays without metadata, and chunks that a merge omitted."""
     lacking = [name for name in union.undescribed if name not in expected]
     findings = [
         Finding.of(
@@ -442,7 +444,7 @@ def _find_overridden(listing: Listing, place: Place, override: dict[str, Any]) -
 
 
 def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
-    """Report arrays that ``_METADATA`` names and no store describes, and the reverse."""
+    """Report arrays in ``_METADATA`` that no store describes, and the reverse."""
     lacking = sorted(set(tree.arrays) - there)
     findings = [
         Finding.of(

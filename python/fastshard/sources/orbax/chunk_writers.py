@@ -1,7 +1,8 @@
-"""The writer of a chunk, by the shardings that a save states, and whether other chunks of that writer exist.
+"""The writer of a chunk, according to the shardings that a save states, and whether other chunks of that
+writer exist.
 
-A process writes its part of an OCDBT store at once, and the chunks of its devices lie together. So where one
-of them exists, a missing one of the same writer was left out, not lost. source:
+A process writes its part of an OCDBT store at once, and the chunks of its devices are together. Therefore, if
+one of them exists, a missing chunk of the same writer was omitted, not lost. source:
 orbax/checkpoint/type_handlers.py (0.6.4): one atomic transaction for all arrays; the first replica's shards
 are written, or (``primary_host=None``) each process' own
 """
@@ -17,21 +18,22 @@ from ...common.records import dataclass, field
 from .metadata import Sharding
 from .zarr_metadata import Array
 
-#: One part of a mesh: a sharding by number, and the place along each of the axes by which an array is
+#: One part of a mesh: the number of a sharding, and the position along each axis by which an array is
 #: divided.
 _Part = tuple[int, tuple[tuple[str, int], ...]]
 
 
 @dataclass
 class _Seen:
-    """The devices and processes whose chunks are present."""
+    """The devices and processes whose chunks exist."""
 
-    #: Devices that wrote one, or may have.
+    #: Devices that wrote a chunk, or may have written one.
     devices: set[int] = field(default_factory=set)
-    #: All that held one, where it is known which of them wrote it; and the same by the lowest of them.
+    #: Sets of devices that had a chunk, if it is known which of them wrote it; and the same sets by their
+    #: lowest device.
     holders: set[frozenset[int]] = field(default_factory=set)
     lowest: dict[int, list[frozenset[int]]] = field(default_factory=dict)
-    #: Those of first replicas.
+    #: Devices of first replicas.
     first: set[int] = field(default_factory=set)
 
 
@@ -51,7 +53,7 @@ class Writers:
             arrays: arrays by name.
             keys: all keys of the store.
             shardings: shardings by name of array.
-            by_primary: arrays that the describing process writes itself.
+            by_primary: arrays that the process which writes the metadata also writes.
         """
         self._arrays = arrays
         self._keys = keys
@@ -62,11 +64,11 @@ class Writers:
         self._seen: _Seen | None = None
 
     def devices(self, array: Array, index: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the devices that had a chunk, the first replica's first; none if they are unknown."""
+        """Return the devices that had a chunk, starting with the first replica's; none if unknown."""
         return self._find_holders(array, index)[0]
 
     def first(self, array: Array, index: tuple[int, ...]) -> int | None:
-        """Return the device whose process wrote a chunk, if exactly one did."""
+        """Return the device whose process wrote a chunk, if exactly one process did."""
         devices, exact = self._find_holders(array, index)
         return devices[0] if exact and devices else None
 
@@ -157,7 +159,7 @@ def _flat(at: Iterable[int], mesh: tuple[int, ...]) -> int:
 
 
 def named(devices: Iterable[int], processes: Mapping[int, int] | None) -> str:
-    """Format the writers: as processes if the ids of devices show them, else as devices."""
+    """Format the writers: as processes if device ids show them, otherwise as devices."""
     if processes is not None:
         return _runs("process", "processes", {processes[d] for d in devices if d in processes})
     return _runs("device", "devices", set(devices))

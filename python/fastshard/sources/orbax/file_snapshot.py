@@ -1,4 +1,4 @@
-"""The state of stores' files when the stores were opened."""
+"""The state of the stores' files at the time when the stores were opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Files:
-    """The files with the blocks of a checkpoint."""
+    """The files that contain a checkpoint's blocks."""
 
     def __init__(self, listing: Listing, files: list[File]) -> None:
         self.files = files
@@ -33,9 +33,9 @@ class Files:
         return os.path.join(self._roots[file.root], file.path)  # noqa: PTH118 - once for every chunk
 
     def _stamps(self, numbers: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """Return size, modification time and status time of files; -1 for a file that is gone.
+        """Return size, modification time and status time of files; -1 for a missing file.
 
-        Inodes are left out: they change over time on filesystems that generate them.
+        Inodes are omitted, because they change over time on filesystems that generate them.
         """
         import numpy as np
 
@@ -59,7 +59,7 @@ class Files:
         """Check that the files are unchanged.
 
         Args:
-            status: whether permissions and names count too.
+            status: whether changes of permissions and names count too.
 
         Raises:
             FastshardError: ``FS506`` with the first file that changed.
