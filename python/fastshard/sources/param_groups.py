@@ -1,4 +1,4 @@
-"""Groups of parameters in torch's optimizers: ``param_groups`` with numbers or names for parameters."""
+"""Parameter groups in torch's optimizers: ``param_groups`` with numbers or names of parameters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from ..layouts.declaration import Group
 from .base import as_dict
 
-#: What a group says besides hyperparameters.
+#: Keys of a group that are not hyperparameters.
 _MEMBERS = ("params", "param_names")
-#: How much of the weight decay Megatron-LM gives a group: none to biases and vectors.
+#: Megatron-LM's factor for a group's weight decay: 0 for biases and vectors.
 _DECAY = "wd_mult"
-#: Runs that decay some vectors, or not all matrices. source: megatron/core/optimizer, Megatron-Bridge
+#: Settings of runs that apply weight decay to some vectors, or not to all matrices. source:
+#: megatron/core/optimizer, Megatron-Bridge
 _OTHER_RULES = ("apply_wd_to_qk_layernorm", "embedding_init_method_std", "no_weight_decay_cond_type")
-#: Reads the tensor of that index, where it is a scalar.
+#: Reads the tensor of the given index, if it is a scalar.
 Scalar = Callable[[int], float | None]
 
 
@@ -39,11 +40,11 @@ def listed(
 
     Args:
         groups: ``param_groups`` as stored.
-        members: the names for each number (or name): one parameter, or all of a flat vector.
+        members: the parameter names for each number (or name): one name, or all names of a flat vector.
         scalar: reads hyperparameters that are tensors.
 
     Returns:
-        The groups; None if one lists no parameters, or an unknown one.
+        The groups; None if a group lists no parameters, or an unknown one.
     """
     found: list[Group] = []
     for group in groups if isinstance(groups, list) else ():
@@ -56,12 +57,12 @@ def listed(
 
 
 def numbered(groups: Any, order: Sequence[Iterable[str]], scalar: Scalar | None = None) -> list[Group] | None:
-    """List the groups as :func:`listed` does, with numbers that count the stepped parameters in order."""
+    """List the groups as :func:`listed` does, for numbers that count the trained parameters in order."""
     return listed(groups, {str(number): names for number, names in enumerate(order)}, scalar)
 
 
 def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
-    """Join the groups of several ranks, each of which has a part of every group's parameters.
+    """Combine the groups of several ranks, each of which has a part of every group's parameters.
 
     None if the ranks' groups differ.
     """
@@ -81,10 +82,10 @@ def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
 
 
 def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[Group] | None:
-    """Describe groups of Megatron-LM, which do not list their parameters.
+    """Describe Megatron-LM's groups, which do not list their parameters.
 
-    Groups with weight decay have matrices, those without have biases and vectors. Experts have separate
-    groups, with the same values.
+    Groups with weight decay contain matrices, groups without contain biases and vectors. Experts have
+    separate groups with the same values.
 
     source: megatron/core/optimizer/__init__.py (_get_param_groups, get_standard_config_overrides)
 
@@ -93,7 +94,7 @@ def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> li
         args: the run's arguments.
 
     Returns:
-        The groups; None if there are others, which a run forms by its own conditions.
+        The groups; None if there are other groups, which a run can define by its own conditions.
     """
     kept: list[dict[str, Any]] = []
     for group in groups:

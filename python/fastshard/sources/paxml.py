@@ -1,4 +1,4 @@
-"""Paxml's GPT-3 of MLPerf: the table that fits its names.
+"""Paxml's GPT-3 from MLPerf, and the table for its names.
 
 source: paxml train_states.py, checkpoint_paths.py; praxis optimizer_prefix_vectorization.py
 """
@@ -21,7 +21,7 @@ from ..models import maxtext, maxtext_sizes
 
 ROOT = "mdl_vars.params.lm."
 _STACKED = "transformer.repeat.sub."
-#: Moments lie in groups of like prefixes of their shapes: `p#96#i-1_2` (96 layers stacked, the axis not
+#: Moments are grouped by equal prefixes of their shapes: `p#96#i-1_2` (96 layers stacked, the axis not
 #: sharded, state 2 of the optimizer's chain) and `no_prefix_2`.
 _MOMENT = compile_when_used(r"^(opt_states_\d+)\.(p#\d+#i-?\d+|no_prefix)_(\d+)\.([mv])\.params\.lm\.(.*)$")
 _SLOTS = {"mu": "m", "nu": "v"}
@@ -89,13 +89,13 @@ def _names(arrays: Arrays) -> Names:
 
 
 def _group(match: re.Match[str]) -> str:
-    """Return the name of the group, with the number of layers in it."""
+    """Return the name of the group, including the number of layers in it."""
     prefix = re.sub(r"^p#\d+#", "p#{#L}#", match[2])
     return f"{match[1]}.{prefix}_{match[3]}"
 
 
 def _moment(own: dict[tuple[str, str], str], groups: dict[bool, str], slot: str, inner: str) -> str:
-    """Return the name of a moment: in its own group, else in the group of others of its kind."""
+    """Return the name of a moment: in its own group, or in the group of other moments of its kind."""
     stacked = inner.startswith(_STACKED)
     usual = groups.get(stacked, "opt_states_0.p#{#L}#i-1_2" if stacked else "opt_states_0.no_prefix_2")
     return f"{own.get((_SLOTS[slot], inner), usual)}.{_SLOTS[slot]}.params.lm.{inner}"

@@ -1,8 +1,9 @@
-"""A model in pipeline stages, each with a state dict of its own: ``{"model": [stage_0, stage_1]}``.
+"""A model in pipeline stages with separate state dicts: ``{"model": [stage_0, stage_1]}``.
 
-torch's pipelining leaves it to scripts how stages are saved. The state dicts of a list are stages if no two
-of them have a name in common; those under keys of a dict are stages if their layers continue each other too.
-All others (generator and discriminator, actor and critic, a model and its average) stay apart.
+torch's pipelining does not define how stages are saved. State dicts in a list are treated as stages if no two
+of them have a name in common. State dicts under keys of a dict are treated as stages if, in addition, their
+layers are consecutive. All others (generator and discriminator, actor and critic, a model and its average)
+stay separate.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from ..layouts.declaration import Source, is_state
 __all__ = ["join", "name_parent"]
 
 _NUMBER = compile_when_used(r"(?:^|\.)(\d{1,6})\.")
-#: Names that a finding gives at most.
+#: Maximum number of names in a finding.
 _MOST_NAMED = 8
 
 
 def name_parent(keys: Sequence[str]) -> str:
-    """Return the beginning of names above the last state dict among the keys of a tensor."""
+    """Return the prefix of names above the last state dict among a tensor's keys."""
     return "".join(f"{key}." for key in keys[:-2])
 
 
 def join(
     source: Source, stored: Iterable[str], paths: Mapping[str, Sequence[str]], chosen: str | None = None
 ) -> list[list[str]]:
-    """Give tensors of stages the model's own names, without the stage.
+    """Give the tensors of stages the model's own names, without the stage.
 
-    Return the prefixes of the models in each list of models that are no stages.
+    Return the prefixes of the models in each list whose items are not stages.
 
     Args:
         source: the declaration.
         stored: names of all tensors.
         paths: keys of the nested dicts and lists that lead to each tensor.
-        chosen: the prefix that the caller gives; a stage that it names stays by itself.
+        chosen: the prefix chosen by the caller; a stage that it names stays separate.
     """
     parents: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     others: set[str] = set()
@@ -81,12 +82,14 @@ def join(
 
 
 def _is_list(dicts: Mapping[str, object]) -> bool:
-    """Return True for the items of a list, or for dicts under such keys."""
+    """Return True for the items of a list, and for dicts whose keys are consecutive indices."""
     return set(dicts) == {str(number) for number in range(len(dicts))}
 
 
 def _are_stages(dicts: Mapping[str, Mapping[str, str]]) -> bool:
-    """Return True for state dicts of a list without a common name, or of a dict whose layers go on."""
+    """Return True for state dicts in a list without a common name, or in a dict if their layers are
+    consecutive.
+    """
     names = [name for own in dicts.values() for name in own]
     if len(set(names)) < len(names):
         return False

@@ -1,4 +1,4 @@
-"""Values on which all ranks of a run agree: a file that differs gets one finding."""
+"""Values on which all ranks of a run agree. A file with different values gets one finding."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["differing"]
 def differing(
     code: str, values: Sequence[tuple[str, Any, Any]], source: str = "", **fields: Any
 ) -> list[Finding]:
-    """Report a file whose values differ from those of the others; nothing if they agree.
+    """Report files whose values differ from those of the others; nothing if all agree.
 
     Args:
         code: code of the finding.
-        values: name of each value, what the others state and what this file states.
-        source: who states the expected value: ``" as in a.pt"``.
-        fields: further fields of the finding.
+        values: name of each value, the value in the other files, and the value in this file.
+        source: where the expected value is stated: ``" as in a.pt"``.
+        fields: other fields of the finding.
     """
     differ = [(key, expected, got) for key, expected, got in values if expected != got]
     if not differ:

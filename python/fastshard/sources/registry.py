@@ -1,4 +1,6 @@
-"""All adapters, in the order in which they are asked; each is imported if a name shows that it may apply."""
+"""All adapters, in the order in which they are tried. Each one is imported only if a name shows that it may
+apply.
+"""
 
 from __future__ import annotations
 
@@ -107,18 +109,18 @@ def _load_peft() -> Adapter[Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """An adapter, and the names without which it neither finds nor refuses anything."""
+    """An adapter, and the names without which it does not find or refuse anything."""
 
     load: Callable[[], Adapter[Any]]
-    #: Matches the name of a file, or of a folder on its path; None for an adapter that is always asked.
+    #: Matches the name of a file, or of a folder in its path; None for an adapter that is always tried.
     mark: re.Pattern[str] | None = None
-    #: Matches the name of a file that is given by itself.
+    #: Matches the name of a file that is passed alone.
     mark_alone: re.Pattern[str] | None = None
-    #: The name of its entry point, for an adapter of another package.
+    #: The name of its entry point, for another package's adapter.
     plugin: str | None = None
 
     def may_find(self, names: Collection[str], is_single: bool = False) -> bool:
-        """Return True if some name is a reason to ask the adapter."""
+        """Return True if one of the names is a reason to try the adapter."""
         marks = (self.mark, self.mark_alone if is_single else None)
         return self.mark is None or any(mark.match(name) for mark in marks if mark for name in names)
 
@@ -128,7 +130,7 @@ def _marked(pattern: str) -> re.Pattern[str]:
     return compile_when_used(pattern, re.DOTALL)
 
 
-#: In the order in which they are asked: the more telling names first.
+#: In the order in which they are tried: more specific names first.
 _ENTRIES: list[Entry] = [
     Entry(_load_universal, _marked(r"fp32\.pt$")),
     Entry(_load_deepspeed, _marked(r".*(?:model|optim)_states\.pt$")),
@@ -166,7 +168,7 @@ _ENTRIES: list[Entry] = [
 
 
 def _list_entries() -> list[Entry]:
-    """List the entries of installed packages, and after them fastshard's own."""
+    """List the entries of installed packages, followed by fastshard's own."""
     installed = (Entry(partial(_load_installed, name), plugin=name) for name in find_plugins(ADAPTERS))
     return [*installed, *_ENTRIES]
 
@@ -177,36 +179,36 @@ def _load_installed(name: str) -> Adapter[Any]:
         return adapter
 
 
-#: Words for the step that is taken if none is named.
+#: Words for the step that is used by default.
 _LATEST = ("latest", "newest", "last")
 
 
 def list_formats() -> list[str]:
-    """List the names of fastshard's own adapters, and of those that installed packages register."""
+    """List the names of fastshard's own adapters, and of those registered by installed packages."""
     return [*(entry.load().name for entry in _ENTRIES), *find_plugins(ADAPTERS)]
 
 
 def load_adapters() -> list[Adapter[Any]]:
-    """Load all adapters, in the order in which they are asked."""
+    """Load all adapters, in the order in which they are tried."""
     return [entry.load() for entry in _list_entries()]
 
 
 def names_of(listing: Listing) -> set[str]:
-    """Return the names of all files, and of the folders on their paths."""
+    """Return the names of all files, and of the folders in their paths."""
     return {name for file in listing.files for name in file.path.split("/")}
 
 
 def _in_order(listing: Listing) -> list[Entry]:
-    """Return first the entries whose marks occur among the names, then all others.
+    """Return the entries whose marks occur among the names, followed by all others.
 
-    All of them are asked before anything is refused.
+    All of them are tried before anything is refused.
     """
     names = names_of(listing)
     return sorted(_list_entries(), key=lambda entry: not entry.may_find(names, listing.single))
 
 
 def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:
-    """Ask an adapter for a checkpoint."""
+    """Let an adapter look for a checkpoint."""
     if entry.plugin is None:
         return entry.load().detect(listing, options)
     with explain_failure(ADAPTERS, entry.plugin):
@@ -214,11 +216,11 @@ def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:
 
 
 def detect(listing: Listing, options: Options) -> Found[Any]:
-    """Find the files of the checkpoint below the listing's roots.
+    """Find the files of the checkpoint below the listing's root directories.
 
     Raises:
         FastshardError: ``FS513`` if there is no checkpoint, ``FS514`` if there is only part of one, ``FS105``
-            if only a checkpoint's name exists, or an error that the adapter found by names alone.
+            if only a checkpoint's name exists, or an error that an adapter derives from names alone.
     """
     if options.step in _LATEST and not any(options.step in folder.split("/") for folder in listing.folders()):
         options = replace(options, step=None)

@@ -1,6 +1,6 @@
-"""Files that have the name of another rank than the one that saved them.
+"""Files that have another rank's name than the one under which they were saved.
 
-torch.save keeps the name of the file, without its ending, as the folder inside the archive.
+torch.save uses the file's name without its extension as the folder name inside the archive.
 source: torch/serialization.py (_open_zipfile_writer_file, PyTorchStreamWriter)
 """
 
@@ -15,17 +15,17 @@ from ..common import codes, safe_files
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 
-#: What frameworks number in the names of their files: DeepSpeed, GPT-NeoX, Megatron-LM, ColossalAI, FSDP.
+#: The numbered words in file names of DeepSpeed, GPT-NeoX, Megatron-LM, ColossalAI and FSDP.
 _NUMBERED = compile_when_used(
     r"(zero_pp_rank|mp_rank|tp_rank|pp_rank|dp_rank|ep_rank|expp_rank|rank|layer|model"
     r"|stage|shard|expert)[_-]?(\d{1,18})"
 )
-#: Words that number parts and not places, unless another word stands beside them.
+#: Words that number parts, not places, unless they occur with another word.
 _PARTS = ("model", "shard")
 
 
 def places(name: str) -> dict[str, int]:
-    """Parse the place that a file's name states: word -> number."""
+    """Parse the place in a file's name: word -> number."""
     found = {word: int(number) for word, number in _NUMBERED.findall(name)}
     # `model-00001-of-00002` counts files, of which an index says what is in them.
     return found if any(word not in _PARTS for word in found) else {}
@@ -41,8 +41,8 @@ def renamed(
 
     Args:
         files: files as the catalog lists them.
-        accepted: whether names may have been changed on purpose (then it is a warning).
-        ranks: rank of each file in the field's words, by its index.
+        accepted: whether names may have been changed on purpose (if so, the findings are warnings).
+        ranks: rank of each file for messages, by the file's index.
         roots: the directories of the files; without them, contents are not compared.
 
     Raises:

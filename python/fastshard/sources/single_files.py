@@ -1,7 +1,7 @@
-"""A single file that is given as CKPT: it is a complete model, or a part of a checkpoint.
+"""A single file passed as CKPT, which is a complete model or a part of a checkpoint.
 
-A part looks like a model of fewer tensors, or of smaller ones. Its name, an index next to it, its own
-statements, or the files next to it show that it is a part.
+A part looks like a model with fewer or smaller tensors. It is recognised by its name, by an index or other
+files next to it, or by the values in the file.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .unsupported_formats import find_unread_format
 
 __all__ = ["accept_part", "find_part", "fits_config", "make_part", "refuse_rank_folder", "refuse_unreadable"]
 
-#: Names that loaders take without being told. source: transformers utils/__init__.py, diffusers
+#: Names that loaders look for by default. source: transformers utils/__init__.py, diffusers
 #: utils/constants.py
 _LOADED = compile_when_used(r"^(diffusion_)?(pytorch_)?model(\.[\w-]+)?\.(safetensors|bin)$")
-#: A file of several by its name.
+#: The name of one of several numbered files.
 _COUNTED = compile_when_used(r"-(\d+)-of-(\d+)(\.[\w-]+)*$")
-#: Files of DeepSpeed and GPT-NeoX that hold a part of a model whatever the run was.
+#: Files of DeepSpeed and GPT-NeoX that contain a part of a model in every run.
 #: source: DeepSpeed runtime/engine.py (_get_ckpt_name), runtime/pipe/module.py (ckpt_layer_path)
 _OF_DEEPSPEED = (
     (compile_when_used(r"^layer_\d+(-model_\d+)?-model_states\.pt$"), "one layer of a pipeline"),
@@ -50,14 +50,14 @@ _OF_DEEPSPEED = (
         "one expert of an MoE model",
     ),
 )
-#: One tensor of a universal checkpoint: a folder of each below ``zero/``. source: DeepSpeed
+#: One tensor of a universal checkpoint, in its folder below ``zero/``. source: DeepSpeed
 #: checkpoint/ds_to_universal.py
 _OF_UNIVERSAL = compile_when_used(r"/zero/([^/]+/(fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt$")
-#: What only an optimizer's partition has. source: DeepSpeed runtime/zero/{stage_1_and_2,stage3}.py,
+#: Keys that only an optimizer's partition has. source: DeepSpeed runtime/zero/{stage_1_and_2,stage3}.py,
 #: bf16_optimizer.py
 _PARTITION = ("single_partition_of_fp32_groups", "fp32_flat_groups", "partition_count", "fp32_groups_flat")
-#: Keys of training arguments that divide a model, and the dimension in the field's words. The number of
-#: data-parallel ranks divides none. source: Megatron-LM training/arguments.py, gpt-neox neox_arguments
+#: Keys of training arguments that divide a model, and the dimension for messages. Data parallelism does not
+#: divide a model. source: Megatron-LM training/arguments.py, gpt-neox neox_arguments
 _DEGREES = {
     "tensor_model_parallel_size": "tensor-parallel",
     "model_parallel_size": "tensor-parallel",
@@ -68,23 +68,24 @@ _DEGREES = {
     "tp_degree": "tensor-parallel",
     "pp_degree": "pipeline-parallel",
 }
-#: Where a file keeps them.
+#: Keys under which a file stores them.
 _ARGUMENTS = ("args", "checkpoint_parallel_dimensions")
-#: A number that counts parts in a name: after a word that says what it counts, or at its end.
+#: A number that counts parts in a name: after a word for the counted parts, or at the end of the name.
 _NUMBER = compile_when_used(
     r"(?:(?<![A-Za-z])(?P<word>(?:tp|mp|pp|ep)_rank|tp|mp|pp|rank|stage|shard|part)[_-]?|_|-(?=0))"
     r"(?P<n>\d{1,6})(?=[._-]|$)",
     re.IGNORECASE,
 )
-#: Words of ranks each of which holds a part of the model.
+#: Words for ranks that each have a part of the model.
 _DIVIDING = ("tp_rank", "mp_rank", "pp_rank", "ep_rank", "tp", "mp", "pp")
-#: A folder of one rank of Megatron-LM. source: Megatron-LM training/checkpointing.py (get_checkpoint_name)
+#: The folder of one Megatron-LM rank. source: Megatron-LM training/checkpointing.py (get_checkpoint_name)
 _RANK_FOLDER = compile_when_used(r"^mp_rank_\d+(_\d+){0,2}$")
 _MEGATRON = ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt")
-#: Files that tell the folder of a store of arrays, and how far above one of its files that may lie.
+#: Files that identify the folder of an array store, and the number of levels from one of its files up to that
+#: folder.
 _STORE = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "commit_success.txt")
 _DEEP = 8
-#: Files beside it whose headers are read, at most.
+#: Maximum number of sibling files whose headers are read.
 _MOST_SIBLINGS = 16
 
 
@@ -93,9 +94,9 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
 
     Args:
         path: the file, or the folder of one rank.
-        what: which part of which form it is.
-        folder: where the other parts are; None if unknown.
-        tensor: a tensor of which it has a part.
+        what: the part, and the form of the checkpoint.
+        folder: folder of the other parts; None if unknown.
+        tensor: a tensor of which it contains a part.
     """
     return Finding.of(
         codes.PART,
@@ -111,12 +112,12 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
 
 
 def accept_part(finding: Finding) -> Finding:
-    """Return the finding as a warning, since the caller accepts the part as it is (``accept part``)."""
+    """Return the finding as a warning, because the caller accepts the part (``accept part``)."""
     return finding.replace(severity="warning", help=None, run=[], decided="accept part")
 
 
 def refuse_unreadable(listing: Listing) -> None:
-    """Refuse a file that no reader opens alone, and describe it.
+    """Refuse a file that no reader can open alone, and describe it.
 
     Raises:
         FastshardError: ``FS118`` for a part of a store or of a save of torch.distributed.checkpoint,
@@ -137,7 +138,7 @@ def refuse_unreadable(listing: Listing) -> None:
 
 
 def _only_folder(finding: Finding) -> Finding:
-    """Return the finding for a part that no reader reads without the others."""
+    """Return the finding for a part that no reader can read without the others."""
     return finding.replace(help="name the directory that holds all parts", run=finding.run[:1])
 
 
@@ -156,7 +157,7 @@ def _find_store(path: Path) -> Path | None:
 
 
 def refuse_rank_folder(listing: Listing) -> None:
-    """Refuse the folder of one rank, next to the folders of the others.
+    """Refuse the folder of one rank that is next to the folders of other ranks.
 
     Raises:
         FastshardError: ``FS118``.
@@ -170,12 +171,12 @@ def refuse_rank_folder(listing: Listing) -> None:
 
 
 def find_part(listing: Listing, contents: Contents, accept: frozenset[str]) -> Finding | None:
-    """Return the finding for a single file that is a part of a checkpoint; None if it is complete.
+    """Return the finding for a single file that is a part of a checkpoint; None for a complete model.
 
     Args:
         listing: the single file.
         contents: contents of its header.
-        accept: what the caller accepts.
+        accept: the conditions that the caller accepts.
     """
     file = listing.files[0]
     path = _path_of(listing, file)
@@ -207,7 +208,7 @@ def _by_name(label: str, path: Path) -> Finding | None:
 
 
 def _by_index(label: str, path: Path) -> Finding | None:
-    """Find an index next to the file that lists it among others."""
+    """Find an index next to the file that lists it among other files."""
     for name in sorted(_names_in(path.parent)):
         if not fnmatch.fnmatchcase(name, "*.index*.json"):
             continue
@@ -223,7 +224,7 @@ def _by_index(label: str, path: Path) -> Finding | None:
 
 
 def _by_contents(label: str, path: Path, contents: Contents) -> Finding | None:
-    """Read the file's own statement about its place among others."""
+    """Read the file's own statement about its place among other files."""
     # A rank's folder of Megatron-LM lies beside those of the others.
     folder = path.absolute().parent
     folder = folder.parent if _RANK_FOLDER.match(folder.name) else folder
@@ -257,7 +258,7 @@ def _is_of_deepspeed(state: Mapping[str, Any]) -> bool:
 
 
 def _degrees_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the degrees above 1 that divide the model, by their keys."""
+    """Return the degrees above 1 that divide the model, by key."""
     found: dict[str, int] = {}
     for part in (state, *(as_dict(state.get(key)) for key in _ARGUMENTS)):
         # A Namespace is an inert record with its state.
@@ -270,7 +271,7 @@ def _degrees_of(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _partitioned(state: Mapping[str, Any], contents: Contents) -> str | None:
-    """Return a parameter whose shape in the file differs from the shape that the file states."""
+    """Return a parameter whose shape in the file differs from the stated one."""
     shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
     for group in as_list(state.get("param_shapes")):
         for name, shape in as_dict(group).items():
@@ -281,10 +282,10 @@ def _partitioned(state: Mapping[str, Any], contents: Contents) -> str | None:
 
 
 def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
-    """Compare the file with those next to it whose names differ in a number.
+    """Compare the file with files next to it whose names differ in a number.
 
-    Parts have other tensors, or other boxes of the same ones. Copies (epochs, moving averages) have the same
-    names and shapes.
+    Parts have other tensors, or other boxes of the same tensors. Copies (epochs, moving averages) have the
+    same names and shapes.
     """
     path = path.absolute()
     shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
@@ -306,9 +307,9 @@ def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
 
 
 def _siblings_of(path: Path) -> list[tuple[Path, bool]]:
-    """Return files whose paths differ from the file's in a number that counts parts.
+    """Return files whose paths differ from the given path in a number that counts parts.
 
-    The nearest numbers come first. The second value states whether the number is that of a rank which divides
+    The nearest numbers come first. The second value states whether the number belongs to a rank that divides
     the model.
     """
     found = [
@@ -324,9 +325,9 @@ def _siblings_of(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _numbered_alike(name: str, others: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return the names that differ from one in a single number that counts parts.
+    """Return the names that differ from the given one in a single number that counts parts.
 
-    The second value states whether the number counts ranks that divide a model.
+    The second value states whether the number belongs to a rank that divides the model.
     """
     found: dict[str, tuple[int, bool]] = {}
     for match in _NUMBER.finditer(name):
@@ -343,7 +344,7 @@ def _numbered_alike(name: str, others: Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def _is_numbered_model(path: Path) -> bool:
-    """Return True for a further model of one script.
+    """Return True for an additional model of the same script.
 
     accelerate saves ``model.safetensors``, ``model_1.safetensors``.
     """
@@ -352,7 +353,7 @@ def _is_numbered_model(path: Path) -> bool:
 
 
 def _shapes_in(path: Path) -> dict[str, list[int]] | None:
-    """Return the shapes of the tensors in a file, by their names; None if it cannot be read."""
+    """Return the shapes of the tensors in a file, by name; None if it cannot be read."""
     try:
         catalog = _core.Catalog(
             [os.fspath(path.parent)], [(0, path.name)], 1, memory=memory_budget.get_limit()
@@ -369,12 +370,12 @@ def _find_divided(
 ) -> str | None:
     """Return a tensor that two files of one model divide; None for copies and for files of different models.
 
-    The other file has another box of it, or all of it.
+    The other file has another box of it, or the full tensor.
 
     Args:
         shapes: shapes of the file's tensors, by their names.
         others: shapes of the tensors in the other file.
-        is_numbered: whether a script that saves several models numbers them so.
+        is_numbered: whether scripts that save several models use such numbers.
     """
     shared = shapes.keys() & others.keys()
     differing = sorted(name for name in shared if shapes[name] != others[name])
@@ -392,7 +393,7 @@ def _find_divided(
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return the names of a folder's entries; none if it cannot be listed."""
+    """Return the names of a folder's entries; empty if it cannot be listed."""
     try:
         return os.listdir(folder)  # noqa: PTH208 - names, not paths
     except OSError:
@@ -400,9 +401,10 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return True if the config.json next to a file is that of its model.
+    """Return True if the config.json next to a file describes the file's model.
 
-    That is the case if loaders take the file by its name, or if more than half of its names are the model's.
+    This is the case if loaders look for the file's name, or if more than half of the tensor names are the
+    model's.
 
     Args:
         path: the file.
@@ -423,7 +425,7 @@ def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _names_of_model(path: Path) -> set[str] | None:
-    """Return the names of the tensors of the model next to a file, by its index or its only file.
+    """Return the tensor names of the model next to a file, from its index or its only file.
 
     None if there is no model.
     """

@@ -1,4 +1,4 @@
-"""Names of steps: their numbers, their order, and the part of a path that is a step."""
+"""Names of steps: their numbers, their order, and the part of a path that names the step."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterable
 
 from ..common.regex import compile_when_used
 
-#: What writers put before or after the name of a folder that is being written.
+#: Prefixes and suffixes of a folder that is still being written.
 _TEMPORARY = compile_when_used(
     r"^(?:tmp[-_.]|\.tmp[-_.]?)|[-_.](?:orbax-checkpoint-tmp|tmp|partial|incomplete)(?:[-_.].*)?$"
 )
 
 
-#: Names that are numbered as steps are; other numbered folders may be anything.
+#: Names that are numbered like steps; other numbered folders may be anything.
 _NUMBERED = compile_when_used(
     r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE
 )
 
 
 _NUMBER = compile_when_used(r"\d{1,18}")
-#: Counts that Lightning's names state by word, beside metrics whose values say nothing of order. source:
-#: pytorch_lightning callbacks/model_checkpoint.py (`_format_checkpoint_name`); NeMo adds
+#: Counts that Lightning's names state after a word, next to metrics whose values do not show the order.
+#: source: pytorch_lightning callbacks/model_checkpoint.py (`_format_checkpoint_name`); NeMo adds
 #: `reduced_train_loss=2.31` before them and `consumed_samples=512.0` after them
 _COUNTS = compile_when_used(r"(?:^|[-_])(epoch|step)=(\d{1,18})(?!\d|\.\d)")
-#: The copy of the last step that NeMo, as it goes on, prefers.
+#: Suffix of the copy of the last step, which NeMo prefers when it continues a run.
 _LAST = "-last"
 
 
 def plain(name: str) -> str:
-    """Remove the marks of a temporary name from a folder's name."""
+    """Remove the marks of temporary names from a folder's name."""
     return _TEMPORARY.sub("", name)
 
 
@@ -40,7 +40,7 @@ def number(name: str) -> int:
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """List the numbers in a name; epoch and step alone if the name states the step by that word."""
+    """List the numbers in a name; only epoch and step if the name states the step after that word."""
     counts = {match[1]: int(match[2]) for match in _COUNTS.finditer(plain(name))}
     if "step" in counts:
         return (*([counts["epoch"]] if "epoch" in counts else []), counts["step"])
@@ -55,7 +55,7 @@ def alike(one: str, other: str) -> bool:
 def newer(one: str, than: str) -> bool:
     """Return True if a step is newer than another, by the numbers in their names (epoch before step).
 
-    Of two saves of one step the one that is called the last is newer.
+    Of two saves of the same step, the one marked as the last is newer.
     """
     if one == than + _LAST:
         return True
@@ -65,7 +65,7 @@ def newer(one: str, than: str) -> bool:
 
 
 def matching(steps: Iterable[str], wanted: str) -> list[str]:
-    """Return the steps with this name; if there are none, those with this number."""
+    """Return the steps with this name, or those with this number if no step has the name."""
     names = list(steps)
     if wanted in names:
         return [wanted]
@@ -84,9 +84,10 @@ def is_step(name: str) -> bool:
 
 
 def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
-    """Return the only part of the path in which folders differ, if it is named like a step in all of them.
+    """Return the index of the only path part in which folders differ, if it is named like a step in all of
+    them.
 
-    With ``any_name`` it may have any name: then something else determines the step.
+    With ``any_name``, it may have any name, because something else determines the step.
     """
     paths = [folder.split("/") for folder in folders]
     if len({len(p) for p in paths}) != 1:
@@ -98,14 +99,14 @@ def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
 
 
 def bearing(folder: str) -> str:
-    """Return the part of a path up to the last name of a step; the complete path if there is none."""
+    """Return a path up to its last step name; the complete path if it has none."""
     parts = folder.split("/")
     at = next((d for d in reversed(range(len(parts))) if is_step(parts[d])), len(parts) - 1)
     return "/".join(parts[: at + 1])
 
 
 def split_at_step(folder: str) -> tuple[str, str]:
-    """Split a path behind the last name of a step; without a step all of it is the second part.
+    """Split a path after its last step name; without a step, the full path is the second part.
 
     >>> split_at_step("run/global_step_5/actor"), split_at_step("actor")
     (('run/global_step_5', 'actor'), ('', 'actor'))

@@ -1,4 +1,4 @@
-"""Steps of a run, and the tracker files in which trainers name the last one."""
+"""Steps of a run, and the tracker files in which trainers name the last step."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
 from .step_names import alike, matching, numbers_of
 
-#: Steps that messages name at most.
+#: Maximum number of steps in a message.
 MOST_NAMED = 8
-#: The tracker file of Megatron-LM, which names a step by its number.
+#: Megatron-LM's tracker file, which names a step by its number.
 _MEGATRON = "latest_checkpointed_iteration.txt"
 #: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
 _TRACKERS = ("latest", "latest_universal", _MEGATRON)
-#: Those of runs whose steps may hold models that any framework reads.
+#: Trackers of runs whose steps may contain models that any framework can read.
 OF_RUNS = ("latest", _MEGATRON)
-#: What NeMo puts after the name of a checkpoint's folder to mark it: an empty file, until the save is over.
+#: Suffix of an empty file with which NeMo marks a checkpoint's folder until the save is complete.
 #: source: NeMo nemo/lightning/pytorch/callbacks/model_checkpoint.py (`UNFINISHED_CHECKPOINT_SUFFIX`)
 _UNFINISHED = "-unfinished"
-#: A copy with averaged weights shares the mark of the checkpoint beside which it lies; NeMo's tensors are in
-#: this folder of a checkpoint.
+#: Copies with averaged weights share the mark of the checkpoint next to them; NeMo stores a checkpoint's
+#: tensors in this folder.
 _AVERAGED, _WEIGHTS = "-EMA", "weights"
-#: Links that trainers point at the step that they saved last. source: NeMo Automodel
+#: Links to the last saved step, which trainers create. source: NeMo Automodel
 #: components/checkpoint/checkpointing.py, nemo_automodel/recipes/base_recipe.py
 _LINKS = ("LATEST", "latest")
-#: A name that a shell takes as it is.
+#: A name that needs no shell quoting.
 _PLAIN = compile_when_used(r"[\w.-]+", re.ASCII)
 
 
 @dataclass
 class Step:
-    """A step of which at least a part exists."""
+    """A step that exists, at least in part."""
 
-    #: The folders that bear its name: root, and path in it; empty where the step was given as CKPT itself.
+    #: The folders with its name: root directory, and path in it; empty if the step itself was passed as CKPT.
     folders: list[tuple[int, str]] = field(default_factory=list)
     #: False if it was not finished.
     usable: bool = True
-    #: True if its name says that it is being written.
+    #: True if its name shows that it is still being written.
     temporary: bool = False
 
 
@@ -72,9 +72,9 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
 
 
 def find_linked_step(listing: Listing, steps: Mapping[str, Step]) -> tuple[File, str] | None:
-    """Return the link beside the steps that points at one of them, and the step's name.
+    """Return the link next to the steps that points to one of them, and the step's name.
 
-    A link that leads anywhere else names no step of this run, and None is returned.
+    None if the link points elsewhere, because it then names no step of this run.
     """
     for step in steps.values():
         for root, folder in step.folders:
@@ -95,9 +95,9 @@ def find_unfinished_mark(listing: Listing, root: int, folder: str) -> str | None
     """Return the path of the file that marks a checkpoint as unfinished; None if there is none.
 
     Args:
-        listing: contents of the roots.
-        root: number of the root that holds the checkpoint.
-        folder: folder of the checkpoint or of its tensors, below the root.
+        listing: contents of the root directories.
+        root: number of the root directory that contains the checkpoint.
+        folder: folder of the checkpoint or of its tensors, relative to the root directory.
     """
     parts = folder.split("/") if folder else []
     if parts and parts[-1] == _WEIGHTS:
@@ -120,11 +120,11 @@ def _mark_of(name: str) -> str:
 
 
 def refuse_unfinished(listing: Listing, places: Iterable[tuple[int, str]]) -> list[Finding]:
-    """Report a checkpoint that a file beside it marks as unfinished.
+    """Report a checkpoint that a file next to it marks as unfinished.
 
     Args:
-        listing: contents of the roots.
-        places: root and folder of each of its parts.
+        listing: contents of the root directories.
+        places: root directory and folder of each of its parts.
     """
     marks = dict.fromkeys(
         mark for root, folder in places if (mark := find_unfinished_mark(listing, root, folder))
@@ -143,21 +143,21 @@ def refuse_unfinished(listing: Listing, places: Iterable[tuple[int, str]]) -> li
 
 
 def have(steps: Iterable[str]) -> str:
-    """Join names of steps in one text; if there are many, the last ones."""
+    """Join names of steps for a message; if there are many, only the last ones."""
     names = sorted(steps, key=lambda n: (numbers_of(n), n))
     more = f"{len(names) - MOST_NAMED} more, " if len(names) > MOST_NAMED else ""
     return more + ", ".join(names[-MOST_NAMED:])
 
 
 def folders_in(path: Path) -> list[str]:
-    """Return the names of the folders in a folder, including empty ones, which no listing of files has."""
+    """Return the names of the subfolders of a folder, including empty ones, which file listings omit."""
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         return sorted(e.name for e in entries if e.is_dir())
     return []
 
 
 def refuse_lone_trackers(listing: Listing) -> None:
-    """Refuse a directory where a tracker file names a checkpoint and no adapter finds one.
+    """Refuse a directory with a tracker file that names a checkpoint, if no adapter finds one.
 
     Raises:
         FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder has no
@@ -168,18 +168,18 @@ def refuse_lone_trackers(listing: Listing) -> None:
 
 
 def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
-    """Find tracker files that remain with a checkpoint without steps.
+    """Find tracker files in the folder of a checkpoint without steps.
 
     Args:
-        listing: the files of the roots.
+        listing: the files of the root directories.
         folder: the folder of the checkpoint.
 
     Returns:
-        A warning for each that is next to the model: the steps are gone, and the model does not depend on
-            them.
+        A warning for each one next to the model: the steps are missing, but the model does not depend on
+        them.
 
     Raises:
-        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it belongs to the run and
+        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder, which belongs to the run and
             names something else.
     """
     warnings = []
@@ -208,7 +208,7 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
 
 
 def _find_lone_trackers(listing: Listing) -> list[tuple[File, Finding]]:
-    """List the tracker files of a listing in which no adapter found a step, each with its finding."""
+    """List the tracker files in a listing without steps, each with its finding."""
     found = [tracker for name in _TRACKERS if (tracker := tracked(listing, (name,))) is not None]
     return [(file, pointing_nowhere(listing, {}, file, named)) for file, named in found]
 
@@ -233,9 +233,9 @@ def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, na
 
 
 def _folder_of(named: str, steps: Mapping[str, Step], tracker: File) -> str:
-    """Return the folder of a step that a tracker file names only by its number.
+    """Return the folder of a step that a tracker file names only by number.
 
-    It is named like those of other steps, if there are any.
+    It is derived from the folder names of other steps, if there are any.
     """
     if not named.isdecimal() or not named.isascii():
         return named if _PLAIN.fullmatch(named) else shown(named)

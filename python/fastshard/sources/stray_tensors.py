@@ -1,4 +1,4 @@
-"""Tensors that are missing from the file that an index names, because of a copied file or one outside the
+"""Tensors that are missing from the file that an index names, because of a copied file or a file outside the
 index.
 """
 
@@ -14,7 +14,7 @@ from ..common.errors import Finding
 from ..common.formatting import counted, some
 from ..common.records import dataclass, field
 
-#: Files named in a message.
+#: Maximum number of files in a message.
 _NAMED = 3
 
 
@@ -27,23 +27,23 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True)
 class Strays:
-    """The explanation of tensors that are not in their files."""
+    """The explanation for tensors that are missing from their files."""
 
     findings: list[Finding] = field(default_factory=list)
-    #: Tensors that cannot be used for that reason, and the file that the finding is about.
+    #: Tensors that cannot be used for that reason, and the file to which the finding refers.
     lost: Mapping[str, str] = field(default_factory=dict)
-    #: Numbers of the files that are copies, which are not read.
+    #: Numbers of copied files, which are not read.
     copies: frozenset[int] = frozenset()
-    #: Paths of files that hold tensors and are not named by the index.
+    #: Paths of files with tensors that the index does not name.
     holders: frozenset[str] = frozenset()
-    #: Paths that the index names and nobody has, whose tensors lie in holders.
+    #: Paths in the index that do not exist, whose tensors are in ``holders``.
     absent: frozenset[str] = frozenset()
 
     def left(self, findings: Iterable[Finding], index: str | None) -> list[Finding]:
         """Remove findings that only repeat this explanation.
 
-        Such findings say that the index does not name a file with the tensors, or that it counts other bytes
-        than its files have.
+        Such findings report that the index does not name a file with the tensors, or that the index states
+        another number of bytes than its files contain.
 
         Args:
             findings: findings about the checkpoint.
@@ -73,12 +73,12 @@ def of_index(
     missing: Mapping[str, set[str]],
     index: Index | None = None,
 ) -> Strays:
-    """Explain tensors that the index names and no file has.
+    """Explain tensors that the index names and no file contains.
 
     Args:
-        weight_map: number of the file that the index sends each tensor to.
-        missing: names of the tensors that it sends to each missing file, by the file's path.
-        stored_names: names of the tensors in each file that could be read.
+        weight_map: number of the file in which the index places each tensor.
+        missing: names of the tensors that it places in each missing file, by the file's path.
+        stored_names: names of the tensors in each readable file.
         paths: paths of the files, by their numbers.
         same: whether two files have the same bytes.
         beside: opens the files that the index does not name, and returns the names of the tensors in each, by
@@ -124,10 +124,10 @@ def of_index(
 def of_numbers(
     stored_names: Mapping[int, set[str]], paths: Mapping[int, str], same: Callable[[int, int], bool]
 ) -> Strays:
-    """Find copies among files that only the numbers in their names distinguish.
+    """Find copies among files whose names differ only in their numbers.
 
     Args:
-        stored_names: names of the tensors in each file that could be read.
+        stored_names: names of the tensors in each readable file.
         paths: paths of the files, by their numbers.
         same: whether two files have the same bytes.
     """

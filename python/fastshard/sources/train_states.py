@@ -1,4 +1,4 @@
-"""Train states of which the model's part alone is converted, and models of which something is unknown."""
+"""Train states of which only the model is converted, and models with unknown properties."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..models.model import Model
 
 @dataclass(frozen=True)
 class RefusedModel:
-    """The dialect of a model of which something is unknown; reading it raises the reason."""
+    """The dialect of a model with unknown properties; reading it raises an error with the reason."""
 
     #: Name of the framework.
     name: str
     finding: Finding
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Raise the reason.
+        """Raise an error with the reason.
 
         Raises:
             FastshardError: always.
@@ -33,16 +33,16 @@ class RefusedModel:
 
 @dataclass(frozen=True)
 class ModelAlone:
-    """The rules of one train state, from which the table of a result is made."""
+    """The rules of one train state, from which a result's table is made."""
 
     weights: Table
-    #: Names of what is no weight.
+    #: Names of state that is not weights.
     state: tuple[str, ...]
-    #: Why some of it is left out; the rest is the optimizer's.
+    #: Reasons why some of it is omitted; the rest is optimizer state.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, step: bool, optimizer: bool) -> Table:
-        """Return the table of a conversion, which takes the model alone."""
+        """Return the table of a conversion, which includes only the model."""
         left = [Rule.ignoring(name, self.reasons.get(name, LEFT_OUT)) for name in self.state]
         return self.weights.with_rules([*self.weights.rules, *left])
 
@@ -50,7 +50,7 @@ class ModelAlone:
 def take_unknown(
     source: Source, config: dict[str, Any] | None, framework: str, strange: str, expected: str, export: str
 ) -> None:
-    """Declare a model of which no table names the tensor ``strange``: its tensors can be merged."""
+    """Declare a model for which no table names the tensor ``strange``. Its tensors can be merged."""
     finding = Finding.of(
         codes.UNSUPPORTED,
         f"there is no layout for this model of {framework}: its tensors can be merged, but not converted to "
@@ -66,7 +66,7 @@ def take_unknown(
 def bind_model(
     source: Source, table: Table, root: str, state: Sequence[str], reasons: Mapping[str, str]
 ) -> None:
-    """Declare the table of the model whose names begin with a root, and the state beside it."""
+    """Declare the table of the model whose names begin with ``root``, and the state next to it."""
     weights = table.with_rules([rule.renamed(root + rule.name) for rule in table.rules])
     source.binding.layout, source.binding.table = table.name, weights
     source.optimizer = Optimizer(rules=ModelAlone(weights, tuple(state), reasons))
@@ -75,7 +75,7 @@ def bind_model(
 def bind_config(
     source: Source, axes: dict[str, int], facts: dict[str, bool], sets: dict[str, tuple[str, list[int]]]
 ) -> None:
-    """Declare what the config says; the size of the vocabulary is the caller's, if one is given."""
+    """Declare the values in the config; the vocabulary size is the caller's, if given."""
     if source.binding.vocab_size:
         axes.pop("V", None)
     source.binding.axes, source.binding.facts, source.binding.sets = axes, facts, sets

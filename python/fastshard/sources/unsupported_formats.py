@@ -1,4 +1,4 @@
-"""Descriptions of formats that are not read, and what to do about them."""
+"""Descriptions of unsupported formats, with advice for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from ..common.listing import Listing
 from ..common.regex import compile_when_used
 
-#: Pattern of a file's name, what such files are, and what to do with them.
+#: Pattern of a file name, description of such files, and advice.
 _KNOWN = (
     (
         r"adapter_(model\.(safetensors|bin)|config\.json)$",
@@ -40,7 +40,7 @@ _KNOWN = (
     ),
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),
 )
-#: Formats that no reader opens, by the ending of a file's name.
+#: Unsupported formats, by file extension.
 _UNREAD = compile_when_used(
     r"\.(gguf|ggml|onnx|engine|plan|tflite|pb|npz|npy|msgpack|h5|nemo|tar(\.\w+)?|tgz)$"
 )
@@ -48,7 +48,7 @@ _GGUF = b"GGUF"
 
 
 def find_unread_format(name: str, head: bytes) -> tuple[str, str] | None:
-    """Describe a single file of another format, and what to do; None for one that a reader may open.
+    """Describe a single file of an unsupported format, with advice; None for a file that a reader may open.
 
     Args:
         name: name of the file.
@@ -61,7 +61,7 @@ def find_unread_format(name: str, head: bytes) -> tuple[str, str] | None:
 
 
 def looks_like(listing: Listing) -> tuple[str, str] | None:
-    """Describe what the files look like and what to do; None if they are unknown."""
+    """Describe the apparent format of the files, with advice; None if it is unknown."""
     for pattern, what, help in _KNOWN:
         hit = next((file for file in listing.files if re.match(pattern, file.name)), None)
         if hit is not None:

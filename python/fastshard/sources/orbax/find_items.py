@@ -21,16 +21,16 @@ from ..step_trackers import Step
 from . import levanter_steps
 from .zarr_metadata import METADATA
 
-#: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``,
+#: A folder that is still being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``,
 #: ``checkpoint_1.tmp_2``.
 _TEMPORARY = compile_when_used(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
 #: A step's folder: a number, with or without a prefix.
 _STEP = compile_when_used(r"^(?:.*[_-])?(\d{1,18})$")
-#: The same without prefixes that a host's folder may have as well (``node_1``).
+#: The same without prefixes that a host's folder may also have (``node_1``).
 _PLAIN_STEP = compile_when_used(r"^(?:(?:checkpoint|ckpt|step)[_-])?\d{1,18}$")
-#: The store of one process, or of what it wrote of replicated arrays.
+#: The store of one process, or of the replicated arrays that it wrote.
 _PROCESS = compile_when_used(r"^ocdbt\.process_(?:replica_)?([A-Za-z0-9]{1,64})$")
-#: Below an array's folder: a chunk of zarr v2 or v3, with either separator.
+#: A chunk of zarr v2 or v3 below an array's folder, with either separator.
 _CHUNK = compile_when_used(r"^(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 
@@ -40,12 +40,12 @@ class Process:
 
     #: Name of its folder.
     folder: str
-    #: Its number in the run, or the id that the run gave it.
+    #: Its number in the run, or the id that the run assigned.
     id: int | str
 
     @property
     def key(self) -> tuple[bool, int, str]:
-        """A key to sort processes by."""
+        """A key for sorting processes."""
         return isinstance(self.id, str), self.id if isinstance(self.id, int) else 0, self.folder
 
 
@@ -62,21 +62,21 @@ class Place:
     """One directory with an item's arrays."""
 
     root: int
-    #: Relative to the root; empty for the root itself.
+    #: Path relative to the root directory; empty for the root directory itself.
     folder: str
-    #: Step and item by the names of the folders, without what marks temporary ones.
+    #: Step and item according to the folder names, without the marks of temporary ones.
     step: str | None
     item: str
     committed: bool = True
-    #: OCDBT: the stores of processes in it.
+    #: OCDBT: the stores of processes in this directory.
     processes: list[Process] = field(default_factory=list)
     #: OCDBT: True if the processes' stores were merged.
     merged: bool = False
     #: Arrays as plain folders: relative path of each metadata file.
     plain: list[File] = field(default_factory=list)
-    #: Folders in it that look like a further item: nothing says which of the two is meant.
+    #: Folders inside it that look like another item, if nothing determines which one to use.
     within: list[str] = field(default_factory=list)
-    #: It is a step of Levanter, in which each module may be a folder.
+    #: True for a Levanter step, in which each module may be a folder.
     is_levanter: bool = False
 
     @property
@@ -93,11 +93,13 @@ class Place:
         return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
 
     def inside(self, name: str) -> str:
-        """Return the path of a file in it, relative to the root; for an empty name, the common prefix."""
+        """Return the path of a file in it, relative to the root directory; for an empty name, the common
+        prefix.
+        """
         return f"{self.folder}/{name}" if self.folder else name
 
     def files(self, listing: Listing, below: str = "") -> Iterator[tuple[str, File]]:
-        """Yield files in the directory, or in a folder of it: the path relative to it, and the file."""
+        """Yield (relative path, file) for the directory or one of its folders."""
         prefix = self.inside(f"{below}/" if below else "")
         for file in listing.files:
             if file.root == self.root and file.path.startswith(prefix):
@@ -144,9 +146,11 @@ def find(listing: Listing) -> list[Place]:
 
 
 def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, str]]:
-    """Return root and folder of chunks that a process other than the first wrote to its local disk.
+    """Return root directory and folder of chunks that a process other than the first one wrote to its local
+    disk.
 
-    No file there names the arrays. The names of arrays that are described elsewhere identify the chunks.
+    These files do not name the arrays. The chunks are identified by the names of arrays that are described
+    elsewhere.
 
     source: measured with Orbax 0.6.3 without OCDBT; 0.12 without a store of array metadata
     """
@@ -169,7 +173,7 @@ def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, 
 
 
 def chunk_without_metadata(listing: Listing) -> File | None:
-    """Find a file that identifies a folder as that of a process which wrote only chunks."""
+    """Find a file which shows that a folder is that of a process that wrote only chunks."""
     found = None
     for file in listing.files:
         folder, _, last = file.path.rpartition("/")
@@ -185,7 +189,7 @@ def chunk_without_metadata(listing: Listing) -> File | None:
 
 
 def _outermost(places: dict[tuple[int, str], Place]) -> list[Place]:
-    """Remove places inside another: a part of a store is not a separate item."""
+    """Remove places inside another one, because a part of a store is not a separate item."""
     kept = []
     for (root, folder), place in places.items():
         parts = folder.split("/") if folder else []
@@ -199,7 +203,7 @@ def _outermost(places: dict[tuple[int, str], Place]) -> list[Place]:
 
 
 def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
-    """Return step, item, and whether a folder on the path is temporary."""
+    """Return step, item, and whether a folder in the path is temporary."""
     root = root.resolve()
     inside = len(folder.split("/")) if folder else 0
     full = (root / folder).parts[-2:]
@@ -225,7 +229,7 @@ def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
 
 
 def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
-    """Remove directories that were given twice, or one within the other."""
+    """Remove directories that were given twice, or that are inside another given one."""
     found: dict[Path, Place] = {}
     for place in places:
         found.setdefault(place.path(listing).resolve(), place)
@@ -256,17 +260,18 @@ def _steps(listing: Listing, places: list[Place]) -> dict[str, Step]:
 
 
 def _marked(listing: Listing, place: Place) -> bool:
-    """Return True if a folder on the path to a place has a temporary name."""
+    """Return True if a folder in a place's path has a temporary name."""
     return _named(listing.roots[place.root], place.folder)[2]
 
 
 def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple[list[Place], list[Finding]]:
-    """Choose the directories of one item of one step, at most one for each root, committed ones first.
+    """Choose the directories of one item in one step, at most one per root directory, preferring committed
+    ones.
 
-    Returns them with the findings about other steps.
+    Returns them, and findings about other steps.
 
     Raises:
-        FastshardError: ``FS501`` for a step that does not exist, ``FS106`` if several fit, ``FS104`` for a
+        FastshardError: ``FS501`` for a step that does not exist, ``FS106`` if several match, ``FS104`` for a
             newer step that cannot be used.
     """
     everywhere = list(places)
@@ -306,9 +311,9 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
 
 
 def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:
-    """Raise an error if the step's metadata names the model's item, and only the optimizer's is there.
+    """Raise an error if the step's metadata names the model's item, and only the optimizer's exists.
 
-    The optimizer's directory may be given by itself.
+    The optimizer's directory may have been passed alone.
     """
     for place in chosen:
         path = f"{place.folder.rpartition('/')[0]}/_CHECKPOINT_METADATA".lstrip("/")
@@ -329,7 +334,7 @@ def _refuse_optimizer_alone(listing: Listing, chosen: Iterable[Place]) -> None:
 
 
 def _report_optimizer(listing: Listing, place: Place) -> Finding:
-    """Report that the optimizer's state lies in a separate item, which is not taken."""
+    """Report that the optimizer's state is in a separate item, which is not used."""
     return Finding.of(
         codes.IGNORED,
         f"{OPTIMIZER_ITEM} is a separate item and is not read: the model is {MODEL_ITEM}",
@@ -340,7 +345,9 @@ def _report_optimizer(listing: Listing, place: Place) -> Finding:
 
 
 def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[list[Place], list[Finding]]:
-    """Return the directories of the chosen step and findings about others; all directories without steps."""
+    """Return the directories of the chosen step and findings about other steps; all directories if there are
+    no steps.
+    """
     stepped = {name: step for name, step in _steps(listing, places).items() if name}
     if not stepped:
         if options.step is not None:
@@ -365,7 +372,7 @@ def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[l
 def _refuse_other_steps(
     listing: Listing, everywhere: list[Place], places: list[Place], chosen: list[Place]
 ) -> None:
-    """Raise an error if a root has nothing of what was chosen."""
+    """Raise an error if a root directory contains nothing of the chosen step."""
     taken = {p.path(listing).resolve() for p in chosen}
     for root in range(len(listing.roots)):
         if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
@@ -381,9 +388,9 @@ def _refuse_other_steps(
 
 
 def _one_of_each_root(listing: Listing, chosen: list[Place], options: Options) -> list[Place]:
-    """Choose one directory at most for each root.
+    """Choose at most one directory per root directory.
 
-    A committed one is preferred to the remains of an earlier try of the same step.
+    A committed one is preferred to the remains of an earlier attempt at the same step.
     """
     for root in range(len(listing.roots)):
         same = [p for p in chosen if p.root == root]

@@ -1,8 +1,8 @@
-"""Steps of Levanter: the folder that holds a train state, in which each module may be a folder of its own.
+"""Levanter's steps: the folder with a train state, in which each module may be a separate folder.
 
-Several hosts write what one writes: all processes open one store at the step's address, each writes the first
-replicas of what its devices hold, and process 0 writes the metadata when all have passed a barrier. No
-process has a store of its own.
+Several hosts write the same files as one host. All processes open one store at the step's address, and each
+writes the first replicas on its devices. Process 0 writes the metadata after all processes have passed a
+barrier. Processes do not have separate stores.
 
 source: Levanter checkpoint.py (save_checkpoint, _save_metadata: ``if jax.process_index() == 0``),
     tensorstore_serialization.py (tree_serialize_leaves_tensorstore; _create_ocdbt_spec: ``"kvstore":
@@ -23,19 +23,19 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
 
-#: Written when all arrays are: a folder without it is no checkpoint for Levanter.
+#: Written after all arrays; Levanter does not accept a folder without it as a checkpoint.
 METADATA = "metadata.json"
 _MAX = 1 << 20
-#: Folders above a given one in which its step is sought.
+#: Number of folders above a given one in which its step is searched.
 _DEPTH = 3
 _KEYS = frozenset({"step", "timestamp", "is_temporary"})
-#: The file of a store that leads to all others, and the folder of these.
+#: The file of a store that leads to all other files, and the folder of these files.
 _MANIFEST, _DATA = "manifest.ocdbt", "d"
-#: The name that Levanter gives a step. source: Levanter checkpoint.py (Checkpointer.on_step)
+#: Levanter's name for a step. source: Levanter checkpoint.py (Checkpointer.on_step)
 _STEP = compile_when_used(r"^step-(\d{1,18})$")
-#: What a train state holds the model as.
+#: The key of the model in a train state.
 _MODEL = "model"
-#: Below a step's folder, in the models that share Llama's modules; and below the model's alone.
+#: Paths below a step's folder, in models that use Llama's modules; and paths below the model's folder alone.
 _LAYERS = compile_when_used(r"^(?:(.*?)/)?model/transformer/layers/(?:stacked|blocks)/")
 _LAYERS_ALONE = compile_when_used(r"^transformer/layers/(?:stacked|blocks)/")
 
@@ -44,21 +44,21 @@ class Steps:
     """The folders of Levanter's steps in a listing."""
 
     def __init__(self, listing: Listing) -> None:
-        #: Root and folder of the steps that were saved to the end.
+        #: Root directory and folder of the steps that were saved completely.
         self._ended = {
             (file.root, file.folder)
             for file in listing.files
             if file.name == METADATA and read_metadata(listing.roots[file.root] / file.path) is not None
         }
-        #: Roots that are the model's folder of a step.
+        #: Root directories that are the model's folder in a step.
         self._models = {
             number
             for number, root in enumerate(listing.roots)
             if root.resolve().name == _MODEL and read_metadata(root.resolve().parent / METADATA) is not None
         }
-        #: Roots that are the model's folder without its step: a copy of it, or an address.
+        #: Root directories that are the model's folder without its step: a copy, or an address.
         self._copied = {file.root for file in listing.files if _LAYERS_ALONE.match(file.path)} - self._models
-        #: Those of saves that did not end, as far as the names of a model show them.
+        #: Root directory and folder of unfinished saves, as far as the names of a model show them.
         self._begun = {
             (file.root, match[1] or "")
             for file in listing.files
@@ -66,7 +66,9 @@ class Steps:
         } - self._ended
 
     def holder(self, file: File) -> str | None:
-        """Return the folder of the step that has an array, by its metadata file; None outside of steps."""
+        """Return the folder of the step that contains an array, given the array's metadata file; None outside
+        of steps.
+        """
         if file.root in self._models or file.root in self._copied:
             return ""
         folder = file.folder
@@ -77,13 +79,13 @@ class Steps:
         return None
 
     def is_step(self, root: int, folder: str) -> bool:
-        """Return True for the folder of a step that was saved to the end."""
+        """Return True for the folder of a step that was saved completely."""
         return (root, folder) in self._ended
 
     def is_unfinished(self, root: int, folder: str, is_levanter: bool) -> bool:
-        """Return True for the folder of a step that lacks the metadata, which is written last.
+        """Return True for the folder of a step without the metadata, which is written last.
 
-        A store in it does not show by its files whose it is; the steps beside it do.
+        The files of a store do not show which framework wrote it; other steps in the same folder do.
         """
         if (root, folder) in self._ended or root in self._models:
             return False
@@ -95,7 +97,7 @@ class Steps:
 
 
 def read_metadata(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a step's ``metadata.json``; None if it is not Levanter's, or not to be read."""
+    """Return the contents of a step's ``metadata.json``; None if it is unreadable or not Levanter's."""
     try:
         content = json_text.object_in(safe_files.read_text(path, _MAX, label=METADATA)) or {}
     except (FastshardError, OSError):
@@ -104,7 +106,7 @@ def read_metadata(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_part(listing: Listing) -> None:
-    """Raise an error if a part of a step other than the model is given by itself."""
+    """Raise an error if a part of a step other than the model is passed alone."""
     for root in listing.roots:
         path = root.resolve()
         for above in path.parents[:_DEPTH]:
@@ -139,7 +141,7 @@ def _is_data(file: File) -> bool:
 
 
 def find_in_metadata(path: Path, where: str) -> list[Finding]:
-    """Report a step that the run will delete, and metadata that is another step's."""
+    """Report a step that the run will delete, and metadata of another step."""
     about = read_metadata(path / METADATA) or {}
     findings = []
     if about.get("is_temporary"):
@@ -168,7 +170,7 @@ def find_in_metadata(path: Path, where: str) -> list[Finding]:
 
 
 def find_folders_beside_store(arrays: Sequence[File], where: str) -> list[Finding]:
-    """Report folders of arrays beside a store, which Levanter does not read.
+    """Report folders of arrays next to a store, which Levanter does not read.
 
     source: Levanter tensorstore_serialization.py (is_ocdbt_checkpoint)
     """

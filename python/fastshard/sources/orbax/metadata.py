@@ -1,4 +1,4 @@
-"""Orbax's metadata files: the tree of an item, shardings, and a step's own metadata.
+"""Orbax's metadata files: the tree of an item, shardings, and the metadata of a step.
 
 source: orbax/checkpoint/_src/metadata/{tree,sharding,checkpoint}.py
 """
@@ -16,11 +16,12 @@ from ...common.config_text import parse_json
 from ...common.errors import FastshardError
 from ...common.records import dataclass, field
 
-#: Devices of two CPU processes are at least so far apart. source: jax, measured: 2048 and 131072
+#: Minimum distance between device ids of two CPU processes. source: jax, measured: 2048 and 131072
 _LEAST_STRIDE = 1024
-#: Entries that have an array. source: orbax .../tree.py value types; scalars are arrays of rank 0
+#: value_types of entries with an array. source: orbax .../tree.py value types; scalars are arrays of rank 0
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar", "int", "float", "bool", "jax.random.key")
-#: Of these what one process holds, and the first one writes. source: orbax type_handlers.py, NumpyHandler
+#: The value_types among these that one process holds; the first process writes them. source: orbax
+#: type_handlers.py, NumpyHandler
 BY_PRIMARY = ("np.ndarray", "scalar", "int", "float", "bool")
 
 
@@ -30,14 +31,14 @@ class Tree:
 
     #: key_metadata of every array, by name (keys joined by dots).
     arrays: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    #: value_type of every array.
+    #: value_type of each array.
     types: dict[str, str] = field(default_factory=dict)
     #: Entries without an array: (key_metadata, value_metadata).
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
-    #: True if chunks that equal the fill value are stored too; None where nothing says so.
+    #: True if chunks that equal the fill value are stored too; None if this is not stated.
     stores_fill: bool | None = None
-    #: Arrays that further entries are stored as, since their keys are the same once they are joined: the
-    #: paths of these.
+    #: Arrays under whose names other entries are stored too, because their joined keys are equal: the paths
+    #: of these entries.
     shared: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -95,7 +96,7 @@ class Sharding:
 
     @property
     def alone(self) -> bool:
-        """True for an array of one device and no mesh: saved by a run of one process only.
+        """True for an array on one device without a mesh, which only a single-process run saves.
 
         source: orbax type_handlers.py, ``Cannot serialize host local arrays``
         """
@@ -103,7 +104,7 @@ class Sharding:
 
 
 def parse_shardings(text: str) -> dict[str, Sharding]:
-    """Parse shardings by array, without malformed entries: shardings are only evidence."""
+    """Parse shardings by array and skip malformed entries, because shardings are only evidence."""
     try:
         described = parse_json(text)
     except ValueError:
@@ -153,8 +154,8 @@ def _sharding(value: Any) -> Sharding | None:
 def processes_of(ids: set[int]) -> dict[int, int] | None:
     """Return the process of each device; None if the ids do not determine it.
 
-    jax numbers the devices of a CPU process from a power of two on. One run of consecutive ids may be one
-    process or many, since GPUs and TPUs are numbered without gaps.
+    jax numbers the devices of a CPU process starting from a power of two. A single range of consecutive ids
+    may be one process or many, because GPUs and TPUs are numbered without gaps.
     """
     ordered = sorted(ids)
     starts = [now for before, now in zip([None, *ordered], ordered, strict=False) if now - 1 != before]

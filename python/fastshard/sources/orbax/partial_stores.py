@@ -1,4 +1,4 @@
-"""Parts of stores of arrays, which are recognised if no complete item was found."""
+"""Parts of array stores, which are recognised if no complete item is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MARKS = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", *METADATA}
 
 
 def refuse_parts(listing: Listing) -> None:
-    """Raise ``FS514`` for a directory that is one array of a store, or less."""
+    """Raise ``FS514`` for a directory that is only one array of a store, or a part of one."""
     hit = next((f for f in listing.files if f.name in _MARKS), None)
     if hit:
         raise FastshardError.of(

@@ -1,4 +1,4 @@
-"""The stores of an item: keys, metadata and chunks, over the directories of one or more hosts."""
+"""The stores of an item: keys, metadata and chunks, in the directories of one or several hosts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ...zarr.remote_ranges import send
 from .find_items import Place, Process
 from .zarr_metadata import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
-#: Keys of chunks, of either version and with either separator.
+#: Keys of chunks, in either zarr version and with either separator.
 _CHUNK = compile_when_used(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 
 @dataclass
 class StorePart:
-    """One key-value store: a place, or one process' part of it that was not, or not completely, merged."""
+    """One key-value store: a place, or one process's part of it if it was not merged completely."""
 
     place: Place
     label: str
     store: array_reader.Store
     keys: set[str]
-    #: Keys that it names and whose values are not there, with the reason.
+    #: Keys in its index whose values are missing, each with the reason.
     lost: dict[str, str] = field(default_factory=dict)
 
 
@@ -42,20 +42,20 @@ Piece = tuple[list[int], list[int], int]
 
 @dataclass
 class Union:
-    """All stores of an item as one."""
+    """All stores of an item, combined into one."""
 
     parts: list[StorePart]
     arrays: dict[str, Array] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
-    #: Keys that a merged store lacks and the store of a process beside it holds.
+    #: Number of keys that a merged store lacks, and that a process's store next to it contains.
     unmerged: int = 0
-    #: Names of arrays that have chunks and no metadata.
+    #: Names of arrays that have chunks but no metadata.
     undescribed: list[str] = field(default_factory=list)
-    #: Arrays that are not read, with the reason.
+    #: Arrays that are not read, each with the reason.
     unread: dict[str, Finding] = field(default_factory=dict)
-    #: Keys of each process' own store that was opened.
+    #: Keys of each process's own store that was opened.
     of_process: dict[int | str, set[str]] = field(default_factory=dict)
-    #: Process, label and manifest of each of these.
+    #: Process, label and manifest of each of these stores.
     manifests: list[tuple[int | str, str, Path]] = field(default_factory=list)
 
     def add(self, part: StorePart) -> None:
@@ -64,16 +64,16 @@ class Union:
         self.keys |= part.keys
 
     def take(self, listing: Listing, place: Place, process: Process, part: StorePart) -> None:
-        """Record the contents of a process' own store."""
+        """Record the contents of a process's own store."""
         self.of_process.setdefault(process.id, set()).update(part.keys)
         manifest = place.path(listing) / process.folder / "manifest.ocdbt"
         if part.keys and not part.store.remote and safe_files.is_file(manifest):
             self.manifests.append((process.id, part.label, manifest))
 
     def wrote(self) -> set[int | str]:
-        """Return processes whose stores have metadata or a chunk of these arrays.
+        """Return the processes whose stores have metadata or a chunk of these arrays.
 
-        A directory alone proves nothing.
+        The existence of a directory is not sufficient.
         """
         if not self.of_process:
             return set()
@@ -89,7 +89,7 @@ class Union:
     def copied(self) -> list[Finding]:
         """Report stores of different processes with the same manifest.
 
-        A manifest has random names of files, so one store is a copy of the other.
+        A manifest contains random file names, so equal manifests mean that one store is a copy of the other.
         """
         return [
             Finding.of(
@@ -106,7 +106,7 @@ class Union:
         ]
 
     def holders(self, key: str) -> list[StorePart]:
-        """Return the stores that have a key."""
+        """Return the stores that contain a key."""
         return [h for h in self.parts if key in h.keys]
 
 
@@ -114,7 +114,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
     """Open the stores of all places and read the metadata of their arrays.
 
     Args:
-        listing: contents of the roots.
+        listing: contents of the root directories.
         places: the directories of one item.
         names: arrays that must exist.
 
@@ -161,7 +161,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
 
 
 def _describe_part(listing: Listing, place: Place, store: array_reader.Store, below: str = "") -> StorePart:
-    """Describe a store by the keys that have values."""
+    """Describe a store by its keys that have values."""
     if not place.ocdbt:
         return StorePart(place, store.label, store, {path for path, _ in place.files(listing)})
     # Files that the listing does not hold, links that leave the directory among them, are not read.
@@ -182,7 +182,7 @@ def _lacks(array: Array, keys: Set[str]) -> bool:
 
 
 def _describe(union: Union, keys: Iterable[str]) -> None:
-    """Read the metadata of arrays that have it among these keys."""
+    """Read the metadata of arrays that have metadata among these keys."""
     where = union.parts[0].label
     chunks = sum(math.prod(a.grid) for a in union.arrays.values())
     for key in sorted(k for k in keys if k.endswith(tuple(METADATA))):
@@ -239,7 +239,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
 
 
 def _foreign(union: Union) -> None:
-    """Refuse chunks that an array does not have: they are from another save, with another grid or format."""
+    """Refuse chunks that an array does not have; they are from another save with another grid or format."""
     for part in union.parts:
         for key in part.keys:
             found = _CHUNK.match(key)
@@ -260,7 +260,7 @@ def _foreign(union: Union) -> None:
 
 
 def _undescribed(union: Union) -> list[str]:
-    """Return folders with files that are named like chunks and belong to no array."""
+    """Return folders with files that are named like chunks and do not belong to an array."""
     found: set[str] = set()
     for folder in {k.rpartition("/")[0] for k in union.keys}:
         parts = folder.split("/")
@@ -273,12 +273,12 @@ def _undescribed(union: Union) -> list[str]:
 
 
 class Reader:
-    """A decoder of blocks; a chunk in several stores must be the same in all of them."""
+    """A decoder of blocks. If several stores contain a chunk, it must be the same in all of them."""
 
     def __init__(self, union: Union, stores_fill: bool) -> None:
         self._union = union
         self._stores_fill = stores_fill
-        #: Block -> array, first element, extent, key of its chunk (None for one that holds the fill value).
+        #: Block -> array, first element, extent, key of its chunk (None for a block of fill values).
         self.blocks: dict[str, tuple[Array, list[int], list[int], str | None]] = {}
         self._lock = threading.Lock()
         self._same: set[str] = set()
@@ -350,7 +350,7 @@ class Reader:
                 self._same.add(box.key)
 
     def root(self, block: str) -> int:
-        """Return the root that has a block; the first root for a block that needs no reading."""
+        """Return the root directory that contains a block; the first one for a block without data."""
         _, _, _, key = self.blocks[block]
         return 0 if key is None else self._union.holders(key)[0].place.root
 
@@ -380,7 +380,7 @@ def listed(
 ) -> tuple[Reader, list[tuple[str, str, list[int], int]], dict[str, list[Piece]]]:
     """Return the reader, its blocks, and the pieces of each array.
 
-    A block is (key, dtype, shape, bytes to decode), a piece (first element, extent, number of block).
+    A block is (key, dtype, shape, bytes to decode); a piece is (first element, extent, number of the block).
     """
     reader = Reader(union, stores_fill)
     tensors: list[tuple[str, str, list[int], int]] = []

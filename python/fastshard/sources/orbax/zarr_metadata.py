@@ -19,42 +19,43 @@ from ...common.errors import FastshardError
 from ...common.records import dataclass, replace
 from ...zarr.dtypes import ARRAY_DTYPES, WIDER, ZARR2, ZARR3
 
-#: Version by the name of an array's metadata file.
+#: zarr version by the name of an array's metadata file.
 METADATA = {".zarray": 2, "zarr.json": 3}
-#: Chunks of one array at most: more are not a checkpoint's.
+#: Maximum number of chunks of an array; checkpoints do not have more.
 MAX_CHUNKS = 1 << 20
-#: Dimensions at most. source: tensorstore kMaxRank
+#: Maximum number of dimensions. source: tensorstore kMaxRank
 _MAX_RANK = 32
-#: Largest metadata file read, in bytes.
+#: Maximum size of a metadata file that is read, in bytes.
 MAX_METADATA = 1 << 20
-#: Blocks are shards of chunks as long as they are not larger; beyond, the chunks in them.
+#: Shards up to this size are read as blocks; in larger shards, the chunks are the blocks.
 _SHARD_BYTES = 64 << 20
-#: As JSON has no such numbers. source: zarr v2 and v3 specifications, fill values
+#: Numbers that JSON cannot represent. source: zarr v2 and v3 specifications, fill values
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DTYPES = {v: k for k, v in ZARR3.items()} | {v: k for k, v in ZARR2.items()} | WIDER
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a store."""
+    """An array in a store."""
 
     name: str
-    #: As safetensors names it; of one that it cannot hold, the next that has all its values.
+    #: dtype by its safetensors name; if safetensors lacks it, the smallest dtype that represents all its
+    #: values.
     dtype: str
     shape: tuple[int, ...]
-    #: Extent of what has a key of its own.
+    #: Extents of a chunk, which has its own key.
     chunk: tuple[int, ...]
-    #: Extent of what is decoded at a time: a chunk, or a part of one (``sharding_indexed``).
+    #: Extents of the unit of decoding: a chunk, or a part of one (``sharding_indexed``).
     block: tuple[int, ...]
     zarr: int
     separator: str
-    #: None if the format has no value for chunks that are absent.
+    #: Fill value; None if the format does not define one for absent chunks.
     fill: Any
-    #: As stored.
+    #: The metadata as stored.
     metadata: dict[str, Any]
-    #: True if a chunk consists of parts, some of which may be absent.
+    #: True if a chunk consists of parts that may be absent.
     partial: bool = False
-    #: ml_dtypes' name of what is stored, if ``dtype`` is wider.
+    #: ml_dtypes' name of the stored dtype, if ``dtype`` is wider.
     narrow: str | None = None
 
     @property
@@ -162,8 +163,8 @@ def _malformed(name: str, where: str, what: str, got: Any = None) -> FastshardEr
     )
 
 
-#: Extents of a chunk, those of its parts that are read by themselves, and what separates numbers in names of
-#: chunks.
+#: Extents of a chunk, extents of its parts that are read separately, and the separator of numbers in chunk
+#: names.
 _Chunks = tuple["tuple[int, ...] | None", "tuple[int, ...] | None", Any]
 
 
@@ -233,7 +234,7 @@ def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
 
 
 def _configured(value: Any, name: str) -> dict[str, Any]:
-    """Return the configuration of a named part of zarr v3 metadata."""
+    """Return the configuration of a named part in zarr v3 metadata."""
     if (
         isinstance(value, dict)
         and value.get("name") == name

@@ -1,1 +1,1 @@
-"""LoRA adapters of PEFT, alone and on their base model."""
+"""PEFT's LoRA adapters, with or without their base model."""

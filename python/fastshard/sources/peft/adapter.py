@@ -1,4 +1,4 @@
-"""An adapter alone, which is inspected and checked for completeness; it is merged together with its base."""
+"""An adapter without its base. It is inspected and checked for completeness; a merge requires the base."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .missing_factors import find_missing_halves, find_missing_modules
 class PeftFiles:
     """The files next to the adapter's tensors."""
 
-    #: ``adapter_config.json``.
+    #: The ``adapter_config.json``.
     config: File
 
 
 class PeftAdapter:
-    """Directories that ``save_pretrained`` of a PeftModel wrote."""
+    """Directories written by ``save_pretrained`` of a PeftModel."""
 
     name = "peft"
 
     def detect(self, listing: Listing, options: Options) -> Found[PeftFiles] | None:
-        """Look for ``adapter_config.json`` with ``adapter_model.*``: in the given directory or its steps."""
+        """Look for ``adapter_config.json`` with ``adapter_model.*``, in the given directory or its steps."""
         found = {
             folder: files
             for folder in listing.folders()
@@ -50,7 +50,7 @@ class PeftAdapter:
 
     @staticmethod
     def _files(listing: Listing, folder: str) -> tuple[File, File] | None:
-        """Return the tensors and the config of the adapter in a folder; None if it holds none."""
+        """Return the tensors and the config of the adapter in a folder; None if there is no adapter."""
         inside = {file.name: file for file in reversed(listing.within(folder))}
         weights = next((inside[name] for name in (*WEIGHTS, MLX_WEIGHTS) if name in inside), None)
         config_file = inside.get(adapter_config.FILE)
@@ -59,7 +59,7 @@ class PeftAdapter:
     def declare(
         self, found: Found[PeftFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Declare the adapter's tensors as they are; each factor must have its counterpart."""
+        """Declare the adapter's tensors as stored; each factor must have its counterpart."""
         file = found.seen.config
         config = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(

@@ -19,7 +19,7 @@ from ...common.patterns import PatternBudget, PatternList
 from ...common.records import dataclass, field
 
 FILE = "adapter_config.json"
-#: Keys that change what is computed, and the values with which they do not.
+#: Keys that change the computation, and the values with which they do not.
 _UNREAD = {
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
@@ -36,7 +36,7 @@ _UNREAD = {
 }
 _FLAG, _LIST = ((bool, NoneType), "true or false"), ((list, NoneType), "a list of names")
 _WORDS_OR_PATTERN = (str, list, NoneType), "a pattern or a list of names"
-#: Keys that decide what is adapted and how, the types of their values, and what these are called.
+#: Keys that determine what is adapted and how, the types of their values, and the names of these types.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "use_rslora": _FLAG,
     "use_dora": _FLAG,
@@ -50,14 +50,14 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "base_model_name_or_path": ((str, NoneType), "a name or a path"),
 }
 _OF_NUMBERS = ("layers_to_transform",)
-#: Initialisations that change the base model's weights, so that its own file is not what the adapter is for.
+#: Initialisations that change the base model's weights, so that the adapter does not fit the base's own file.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-#: Keys by which mlx-lm's config of an adapter is known (mlx_lm/tuner/utils.py).
+#: Keys that identify mlx-lm's adapter config (mlx_lm/tuner/utils.py).
 _MLX = {"fine_tune_type", "lora_parameters"}
 
 
 class _ByModule:
-    """Numbers of modules by patterns of their names; the first pattern that fits decides."""
+    """Numbers of modules, by patterns of their names; the first matching pattern applies."""
 
     def __init__(self, numbers: Mapping[str, float], budget: PatternBudget) -> None:
         self._numbers = list(numbers.values())
@@ -75,29 +75,29 @@ class Config:
 
     r: int
     alpha: float
-    #: Ranks and alphas of some modules, by patterns of their names, the first that fits.
+    #: Ranks and alphas of some modules, by patterns of their names; the first matching pattern applies.
     ranks: _ByModule
     alphas: _ByModule
     rslora: bool = False
     dora: bool = False
     fan_in_fan_out: bool = False
-    #: Parameters that are adapted as such (stacked experts).
+    #: Parameters that are adapted directly (stacked experts).
     parameters: tuple[str, ...] = ()
-    #: Rows of the embedding that are trained: by module, or of the embedding.
+    #: Trained rows of the embedding: by module, or for the embedding.
     token_indices: Any = None
     base: str | None = None
     path: str = FILE
-    #: Words that name the adapted modules; none where a pattern or a shorthand does.
+    #: Words that name the adapted modules; empty if a pattern or a shorthand selects them.
     targets: tuple[str, ...] = ()
-    #: Modules that are saved as they were trained.
+    #: Modules that are saved in full after training.
     saved_modules: tuple[str, ...] = ()
     #: The only layers that are adapted; None for all.
     layers: frozenset[int] | None = None
-    #: True if modules are left out by name.
+    #: True if modules are excluded by name.
     excludes: bool = False
-    #: True if every layer is adapted alike, as far as the model has the modules.
+    #: True if every layer is adapted in the same way, where the model has the modules.
     is_of_all_layers: bool = False
-    #: The config as it is stored.
+    #: The config as stored.
     stored: Mapping[str, Any] = field(default_factory=dict)
 
     def rank(self, module: str) -> int:
@@ -105,7 +105,7 @@ class Config:
         return int(self.ranks.of(module, self.r))
 
     def scale(self, module: str) -> float:
-        """Return the factor that scales a module's product."""
+        """Return the scale of a module's product."""
         r, alpha = self.rank(module), self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(r) if self.rslora else r)
 
@@ -117,7 +117,7 @@ class Config:
         ]
 
     def rows(self, module: str) -> list[int] | None:
-        """Return the rows of a module's weight that are trained."""
+        """Return the trained rows of a module's weight."""
         if isinstance(self.token_indices, dict):
             found = next(
                 (v for k, v in self.token_indices.items() if module == k or module.endswith(f".{k}")), None
@@ -131,7 +131,7 @@ def read(path: Path, label: str) -> Config:
 
     Raises:
         FastshardError: ``FS211`` if it is not a config, ``FS514`` for an adapter whose values are computed in
-            another way.
+            an unsupported way.
     """
     help = f"pass the adapter's own {FILE}"
     stored = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
@@ -182,7 +182,7 @@ def read(path: Path, label: str) -> Config:
 
 
 def _check_types(stored: dict[str, Any], label: str) -> None:
-    """Refuse values of types that peft's own config does not have."""
+    """Refuse values whose types do not occur in peft's own config."""
     for key, (kinds, expected) in _TYPES.items():
         value = stored.get(key)
         words = value if isinstance(value, list) and key not in _OF_NUMBERS else ()
@@ -191,12 +191,12 @@ def _check_types(stored: dict[str, Any], label: str) -> None:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """Return the words of a list; none for a pattern."""
+    """Return the words of a list; empty for a pattern."""
     return tuple(value) if isinstance(value, list) else ()
 
 
 def _layers(stored: dict[str, Any]) -> frozenset[int] | None:
-    """Return the layers to which the adapter is limited, if it is."""
+    """Return the layers to which the adapter is limited, if any."""
     found = stored.get("layers_to_transform")
     numbers = found if isinstance(found, list) else [found]
     kept = frozenset(n for n in numbers if type(n) is int)
@@ -250,7 +250,7 @@ def _are_rows(indices: Any, label: str) -> bool:
 def _numbers_by_pattern(
     stored: dict[str, Any], key: str, read_number: Callable[[dict[str, Any], str, str], float], label: str
 ) -> dict[str, float]:
-    """Return numbers by patterns of names, which peft tries as regular expressions."""
+    """Return numbers by patterns of names, which peft uses as regular expressions."""
     found = stored.get(key) or {}
     if not isinstance(found, dict):
         raise _bad(key, "numbers by names of modules", found, label)

@@ -1,5 +1,6 @@
-"""The places of an adapter's modules in its base: an adapter has names in memory, a base often those of its
-files."""
+"""The places of an adapter's modules in its base. An adapter uses names in memory, and a base often uses the
+names in its files.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ Shapes = Mapping[str, list[int]]
 
 
 def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, table: Table | None) -> None:
-    """Rename an adapter's modules and tensors as the base names them.
+    """Rename an adapter's modules and tensors to the base's names.
 
-    Names that both have stay. The table or prefixes determine the others.
+    Names that both have stay unchanged. The table or prefixes determine the others.
 
     Args:
         adapter: its tensors by its own names.
@@ -59,7 +60,7 @@ def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, 
 
 
 def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, str]:
-    """Map names that the base lacks to its tensors that the same table rule names, at the same indices."""
+    """Map names that the base lacks to its tensors for the same table rule and indices."""
     if table is None:
         return {}
 

@@ -12,15 +12,18 @@ from ...common.options import StrPath
 from ...common.records import dataclass
 from . import adapter_config
 
-#: As peft looks for them. source: peft utils/constants.py (SAFETENSORSWEIGHTS_NAME, WEIGHTS_NAME)
+#: In the order in which peft looks for them. source: peft utils/constants.py (SAFETENSORSWEIGHTS_NAME,
+#: WEIGHTS_NAME)
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-#: Of mlx-lm, whose adapters are refused by name. source: mlx_lm/tuner/utils.py (load_adapters)
+#: Adapters of mlx-lm, which are refused by name. source: mlx_lm/tuner/utils.py (load_adapters)
 MLX_WEIGHTS = "adapters.safetensors"
 
 
 @dataclass(frozen=True)
 class Files:
-    """An adapter's folder, its config, and the name of its tensor file; no name for the config alone."""
+    """An adapter's folder, its config, and the name of its tensor file; the name is empty if there is only a
+    config.
+    """
 
     folder: Path
     config: Path
@@ -36,8 +39,8 @@ def find(path: StrPath) -> Files:
     """Find an adapter's files.
 
     Args:
-        path: its folder, its ``adapter_config.json`` (for adapters in the checkpoint itself), or the file of
-            its tensors.
+        path: its folder, its ``adapter_config.json`` (for adapters in the checkpoint itself), or its tensor
+            file.
 
     Raises:
         FastshardError: ``FS501`` if the path does not exist, ``FS101`` for an adapter without config,

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: their config, their names, and their effect on a base model's tensors."""
+"""PEFT adapters: their config, their names, and their effect on a base model's tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     """Declare a base with an adapter merged into it.
 
     Args:
-        source: declaration of the base, or of a run of the adapter, which has both.
+        source: declaration of the base, or of an adapter's training run, which contains both.
         files: the adapter's files.
         found: the base's files, followed by the adapter's tensor file, if it has one.
-        listing: listing of the base.
+        listing: the base's listing.
         contents: contents of all files.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The changes that an adapter makes to its base, declared for the core to compute.
+"""The changes that an adapter makes to its base, as declarations from which the core computes them.
 
 source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py,
     tuners/trainable_tokens/layer.py
@@ -20,8 +20,8 @@ from ...models.tensor_words import WORDS
 from .adapter_config import Config
 from .tensor_names import AdapterNames, Module
 
-#: Models whose stacked experts have inputs first, where shapes do not tell. source: transformers
-#: (is_transposed experts)
+#: Models whose stacked experts have the input dimension first, used if shapes are ambiguous. source:
+#: transformers (is_transposed experts)
 _INPUTS_FIRST = ("gpt_oss", "llama4", "llama4_text")
 
 
@@ -29,14 +29,14 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
     """Add an adapter's changes to a declaration.
 
     Args:
-        source: declaration of the base, with the adapter's tensors among its units or assembled ones.
+        source: declaration of the base, with the adapter's tensors among its units or assembled tensors.
         adapter: its tensors by its own names.
         config: its config.
         shapes: shapes of all stored tensors, by the model's own names and by the stored names.
 
     Raises:
-        FastshardError: ``FS106`` for several adapters, ``FS209`` if it is unknown how a tensor is
-            multiplied, ``FS514`` for values that are computed differently.
+        FastshardError: ``FS106`` for several adapters, ``FS209`` if it is unknown how a tensor is multiplied,
+            ``FS514`` for values that are computed in an unsupported way.
     """
     if len(adapter.adapters) > 1:
         raise FastshardError.of(
@@ -80,7 +80,7 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
 
 
 def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
-    """Build the finding for a module that the adapter saves and the base lacks: a head of another class."""
+    """Build the finding for a module in the adapter that the base lacks, such as a head of another class."""
     classes = (source.model.config or {}).get("architectures")
     return Finding.of(
         codes.NOT_LOADED,
@@ -102,7 +102,7 @@ def _names(source: Source, shapes: Mapping[str, list[int]]) -> list[tuple[str, s
 def _changes(
     module: Module, config: Config, shapes: Mapping[str, list[int]], model: Mapping[str, Any]
 ) -> list[tuple[str, Change]]:
-    """Return the changes that a module's factors describe, each with its tensor."""
+    """Return the changes that a module's factors describe, each with the changed tensor."""
     found: list[tuple[str, Change]] = []
     factors, weight = module.factors, f"{module.at}.weight"
     if "tokens" in factors:
@@ -143,10 +143,12 @@ def _changes(
 
 @dataclass(frozen=True)
 class _Stacked:
-    """Experts that transformers stacks on loading: the tensors of each, joined along the outputs."""
+    """Experts that transformers stacks on loading: the tensors of each expert, concatenated along the
+    outputs.
+    """
 
     shape: list[int]
-    #: By expert: (stored name, outputs) of each part.
+    #: By expert: (stored name, number of outputs) of each part.
     parts: list[list[tuple[str, int]]]
 
     def windows(self) -> Iterator[tuple[str, Window]]:
@@ -158,14 +160,15 @@ class _Stacked:
                 out += outputs
 
 
-#: Parts of an expert by the parameter that stacks them. source: transformers conversion_mapping.py
+#: Parts of an expert, by the parameter into which they are stacked. source: transformers
+#: conversion_mapping.py
 _PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-#: Modules that hold experts, on disk.
+#: Modules on disk that contain experts.
 _HOLDERS = ("mlp", "block_sparse_moe", "feed_forward")
 
 
 def _stacked(parameter: str, shapes: Mapping[str, list[int]]) -> _Stacked | None:
-    """Find the separately stored experts that a parameter stacks; None if they are not stored so."""
+    """Find the separately stored experts that a parameter stacks; None if they are not stored separately."""
     module, _, own = parameter.rpartition(".")
     layer, _, holder = module.removesuffix(".experts").rpartition(".")
     if not module.endswith(".experts") or holder not in _HOLDERS:
@@ -212,7 +215,7 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
 
 
 def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]]:
-    """Return the ways in which factors of these shapes make up a tensor: form and rank."""
+    """Return the ways in which factors of these shapes can form a tensor: form and rank."""
     if not (a and b and shape) or prod(a[1:]) == 0:
         return []
     inputs, outputs = prod(a[1:]), b[0]
@@ -266,8 +269,7 @@ def _product(
     return LowRank(a, b, rank, config.scale(module.name), form)
 
 
-#: The head's name by the name of the embedding that it is tied to, as transformers saves models. Others are
-#: refused.
+#: Names of heads, by the name of the embedding to which transformers ties them. Others are refused.
 _HEADS = {
     "model.embed_tokens.weight": "lm_head.weight",
     "model.language_model.embed_tokens.weight": "lm_head.weight",
@@ -288,10 +290,10 @@ def _find_untied_head(
     shapes: Mapping[str, list[int]],
     changes: Collection[str],
 ) -> tuple[str, str] | None:
-    """Return an embedding that only the adapter replaces, and the new name of the head tied to it.
+    """Return an embedding that only the adapter replaces, and a new name for the head tied to it.
 
-    None if no head was tied to it, or if the head has a separate tensor. PEFT wraps the embedding's module,
-    so the head keeps the tensor that both shared, unless `ensure_weight_tying` ties it again.
+    None if no head was tied to it, or if the head has a separate tensor. PEFT wraps the embedding's module.
+    The head therefore keeps the originally shared tensor, unless `ensure_weight_tying` ties it again.
 
     Raises:
         FastshardError: ``FS514`` if the head's name is unknown.
@@ -325,7 +327,7 @@ def _find_untied_head(
 def _is_tied(source: Source) -> bool:
     """Return True if the base ties its head to its embedding.
 
-    For a config without the key, the default of the class decides.
+    If the config lacks the key, the class's default decides.
     """
     return bool(source.binding.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
 
@@ -333,7 +335,7 @@ def _is_tied(source: Source) -> bool:
 def _untie(
     source: Source, adapter: AdapterNames, changes: Collection[str], head: tuple[str, str] | None
 ) -> None:
-    """Mark the model as not tied if the adapter brings a separate head.
+    """Mark the model as not tied if the adapter adds a separate head.
 
     A change to only one of two tied tensors is refused.
 

@@ -1,4 +1,5 @@
-"""The parts that an adapter lacks: by its config, by each product's other factor, and by its other layers.
+"""Missing parts of an adapter, determined by its config, by the other factor of each product, and by its
+other layers.
 
 peft itself is not used.
 
@@ -22,10 +23,10 @@ from ...models.tensor_words import WORDS
 from .adapter_config import Config
 from .tensor_names import OUTER, AdapterNames, Module
 
-#: The factors that belong together.
+#: Factors that belong together.
 PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
-#: Names that models have for one role: a list of `modules_to_save` often has several of them, for whatever
-#: model comes.
+#: Names that different models have for the same role. A `modules_to_save` list often contains several of
+#: them, to suit any model.
 _ONE_OF = (
     frozenset({"classifier", "score"}),
     frozenset(WORDS["embedding_modules"]),
@@ -33,20 +34,21 @@ _ONE_OF = (
 )
 _LAYER = compile_when_used(r"^(?P<before>(?:[^.\d]+\.)+)(?P<layer>\d+)(?P<after>\.[^\d].*)$")
 _COPY = "copy the adapter again from the host that saved it"
-#: Names that a finding gives at most.
+#: Maximum number of names in a finding.
 _MOST = 3
 
 
 def find_missing_halves(
     adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
 ) -> list[Finding]:
-    """List missing parts by an adapter's names and shapes: all factors, one of two, or a tensor's values.
+    """List missing parts, based on an adapter's names and shapes: all factors, one of two, or a tensor's
+    values.
 
     Args:
         adapter: its tensors by its own names.
         config: its config.
         shapes: shapes of its tensors, by the stored names.
-        file: the file of its tensors, as messages name it.
+        file: its tensor file, as named in messages.
         path: its config's file.
     """
     if not adapter.modules:
@@ -70,12 +72,12 @@ def find_missing_halves(
 def find_missing_modules(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None = None
 ) -> list[Finding]:
-    """List the modules that an adapter lacks by its config, or by its other layers.
+    """List the modules that an adapter lacks, based on its config or its other layers.
 
     Args:
         adapter: its tensors by its own names; modules by the base's names if a base is given.
         config: its config.
-        file: the file of its tensors.
+        file: its tensor file.
         base: names of the base's tensors; None for an adapter alone.
     """
     found = [
@@ -86,7 +88,8 @@ def find_missing_modules(
 
 
 def find_run_beside(config: Path) -> str | None:
-    """Return the command that takes an adapter's factors from a DeepSpeed checkpoint in or near its folder.
+    """Return the command that extracts an adapter's factors from a DeepSpeed checkpoint in or near its
+    folder.
 
     None if there is no such checkpoint in, above or next to the folder.
     """
@@ -104,7 +107,7 @@ def find_run_beside(config: Path) -> str | None:
 def _find_without_values(
     adapter: AdapterNames, shapes: Mapping[str, list[int]], file: str
 ) -> Iterator[Finding]:
-    """Yield a finding for tensors of size 0, which ZeRO-3 leaves if they are saved without being gathered."""
+    """Yield a finding for tensors of size 0, which ZeRO-3 leaves if tensors are saved without gathering."""
     names = [name for module in adapter.modules.values() for name in module.factors.values()]
     empty = sorted(name for name in (*names, *adapter.whole.values()) if 0 in shapes.get(name, ()))
     if empty:
@@ -153,7 +156,7 @@ def _missing(message: str, names: list[str], file: str, expected: str | None = N
 
 
 def _is_module(name: str, word: str) -> bool:
-    """Return True if a word of a list names a module, by peft's rule for lists."""
+    """Return True if a word in a list names a module, by peft's rule for lists."""
     return name == word or name.endswith(f".{word}")
 
 
@@ -186,9 +189,9 @@ def _find_unsaved_modules(
 def _find_unmatched_targets(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Yield findings for words of `target_modules` that match no module with factors.
+    """Yield findings for words in `target_modules` that match no module with factors.
 
-    Without a base each is a warning: the model may have no such module.
+    Without a base, each one is a warning, because the model may not have such a module.
     """
     if base is not None and config.excludes:
         return
@@ -211,9 +214,9 @@ def _find_unmatched_targets(
 
 
 def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
-    """Return the base's modules that a word of a list names.
+    """Return the base's modules that a word in a list names.
 
-    Experts may be stacked in memory, where no word matches them.
+    Experts may be stacked in memory, so that no word matches them.
     """
     found = []
     for name in base:
@@ -228,7 +231,7 @@ def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
 def _find_gaps(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Yield a finding for layers between others without a module's factors, unless a config limits layers."""
+    """Yield a finding for intermediate layers without a module's factors, unless a config limits layers."""
     if not config.is_of_all_layers:
         return
     modules: dict[str, Module | None] = {module.at: module for module in adapter.modules.values()}
@@ -258,7 +261,7 @@ def _find_gaps(
 
 
 def _has_module(name: str, other: str, base: Collection[str]) -> bool:
-    """Return True if the base has a module in the form in which it has another one that is adapted."""
+    """Return True if the base has a module in the same form as another, adapted module."""
     if f"{other}.weight" in base:
         return f"{name}.weight" in base
     return any(tensor.startswith(f"{name}.") for tensor in base)
@@ -267,9 +270,10 @@ def _has_module(name: str, other: str, base: Collection[str]) -> bool:
 def _are_of_other_kind(
     before: str, gaps: list[int], layers: set[int], roles: Mapping[tuple[str, str], set[int]]
 ) -> bool:
-    """Return True if layers may lack a module because the model has others there, as hybrids do.
+    """Return True if layers may lack a module because the model has other modules there, as hybrid models do.
 
-    That is so if such layers are in the majority, at regular intervals, or have other modules in its place.
+    This is the case if such layers are in the majority, are at regular intervals, or have other modules in
+    its place.
     """
     steps = {b - a for a, b in itertools.pairwise(gaps)}
     in_turn = len(gaps) > 2 and len(steps) == 1

@@ -1,7 +1,7 @@
-"""The module and the factor of an adapter's tensor, by its name.
+"""The module and the factor to which an adapter's tensor belongs, according to its name.
 
-A saved adapter leaves its own name out and begins with ``base_model.model.``; a live one has its name in each
-(``lora_A.default.weight``) and its base's tensors below ``base_layer``.
+Names in a saved adapter omit the adapter's name and begin with ``base_model.model.``. In a live model, each
+name includes the adapter's name (``lora_A.default.weight``), and the base's tensors are below ``base_layer``.
 source: peft utils/save_and_load.py (get_peft_model_state_dict), tuners/lora/layer.py
 """
 
@@ -13,27 +13,27 @@ from ...common.records import dataclass, field
 from ...common.regex import compile_when_used
 
 OUTER = "base_model.model."
-#: Factor by the word for it; what follows the adapter's own name.
+#: The word for a factor, and the rest of the name after the adapter's own name.
 _FACTORS = compile_when_used(
     r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)\w+))?(?:\.(?P<part>weight|bias))?$"
 )
 _TOKENS = compile_when_used(r"^(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>\w+))?$")
 _SAVED = compile_when_used(r"^(?P<module>.+?)\.modules_to_save\.(?P<adapter>\w+)\.(?P<rest>.+)$")
-#: Parts of names that a live model's base is behind.
+#: Parts of names that precede the base's names in a live model.
 _BEHIND = ("base_layer", "original_module", "token_adapter")
 
 
 @dataclass
 class Module:
-    """The factors of one module: their names by word."""
+    """The factors of one module: their names, by word."""
 
     #: Its own name, without wrappers.
     name: str
-    #: How many further wrappers are around its factors: one for each parameter of it that is adapted besides.
+    #: Number of additional wrappers around its factors, one for each other adapted parameter of the module.
     depth: int = 0
     factors: dict[str, str] = field(default_factory=dict)
-    #: What the base calls it.
+    #: The base's name for it.
     at: str = ""
 
     def __post_init__(self) -> None:
@@ -45,13 +45,13 @@ class AdapterNames:
     """An adapter's tensors by its own names: modules with factors, full tensors, and the base's tensors."""
 
     modules: dict[tuple[str, int], Module] = field(default_factory=dict)
-    #: Names of adapters, in live models.
+    #: Names of adapters in live models.
     adapters: set[str] = field(default_factory=set)
-    #: Whole tensors that stand in for the base's: stored name by own.
+    #: Full tensors that replace the base's: stored name by own name.
     whole: dict[str, str] = field(default_factory=dict)
-    #: The base's own tensors behind wrappers: stored name by own.
+    #: The base's own tensors inside wrappers: stored name by own name.
     base: dict[str, str] = field(default_factory=dict)
-    #: Tensors of the base that nothing computes with any more.
+    #: Tensors of the base that are no longer used in the computation.
     unused: set[str] = field(default_factory=set)
 
 
@@ -60,8 +60,8 @@ def read_names(names: Iterable[str], *, saved: bool, container: str = "") -> Ada
 
     Args:
         names: names of all tensors.
-        saved: whether they are from a saved adapter, whose tensors other than factors replace the base's.
-        container: what precedes all names.
+        saved: whether they are from a saved adapter, in which tensors other than factors replace the base's.
+        container: the prefix of all names.
     """
     found = AdapterNames()
     for name in names:
@@ -100,5 +100,5 @@ def bare(name: str) -> str:
 
 
 def is_of_adapters(names: Iterable[str]) -> bool:
-    """Return True if there are factors among the names."""
+    """Return True if the names include factors."""
     return any(_FACTORS.match(name) or _TOKENS.match(name) for name in names)

@@ -1,1 +1,1 @@
-"""Checkpoints of Meta's torch_checkpointing: ``metadata.pkl`` beside a file of each item and rank."""
+"""Checkpoints of Meta's torch_checkpointing: ``metadata.pkl`` and one file per item and rank."""

@@ -1,9 +1,9 @@
 """Checkpoints of Meta's torch_checkpointing: ``metadata.pkl``, and ``model_R.pt`` or ``.safetensors`` of each
 rank R.
 
-The metadata states the shape, dtype and mesh of each tensor, and so the box of each rank. Files of
-torch.save hold DTensors, which state their boxes again. Files of safetensors hold local tensors, whose shapes
-alone can be compared.
+The metadata states the shape, dtype and mesh of each tensor, and therefore each rank's box. Files written by
+torch.save contain DTensors, which state their boxes too. safetensors files contain local tensors, of which
+only the shapes can be compared.
 source: torch_checkpointing 0.1.1, checkpoint_writer.py, checkpoint_layout.py, default_resharder.py
 """
 
@@ -29,10 +29,10 @@ from ..step_names import is_step
 from . import metadata as checkpoint_metadata
 from .metadata import METADATA, Bounds, Entry, Item, Metadata
 
-#: The default name of an item's file, and the usual one of its safetensors files.
+#: The default name of an item's file, and the usual name of its safetensors files.
 _RANK_FILE = compile_when_used(r"^(.+)_(\d{1,9})\.(pt|safetensors|json)$")
 _MODEL = "model"
-#: Findings of one kind at most.
+#: Maximum number of findings of one kind.
 _MOST_NAMED = 8
 
 
@@ -42,7 +42,7 @@ class ItemFiles:
 
     item: Item
     files: Mapping[int, int]
-    #: Paths of the files that are missing, by rank.
+    #: Paths of missing files, by rank.
     lacking: Mapping[int, str]
     ranks: int
     #: Names of the items that are not read.
@@ -52,24 +52,25 @@ class ItemFiles:
 
 @dataclass
 class _Declaring:
-    """A declaration in the making."""
+    """The state of a declaration while it is built."""
 
     source: Source
     found: Found[ItemFiles]
     contents: Contents
-    #: A set of boxes for each division of a tensor: the first divisions of all tensors, the second ones, ...
+    #: One set of boxes for each division of a tensor: the first divisions of all tensors, then the second
+    #: ones, ...
     boxes: list[Boxes] = field(default_factory=lambda: [Boxes()])
-    #: By rank and name: the tensor's number in the file.
+    #: The tensor's number in the file, by rank and name.
     numbers: dict[int, dict[str, int]] = field(default_factory=dict)
-    #: By rank and name: the box that a DTensor states itself.
+    #: The box that a DTensor states itself, by rank and name.
     own_boxes: dict[int, dict[str, Bounds | None]] = field(default_factory=dict)
     paths: dict[str, list[str]] = field(default_factory=dict)
-    #: True if a file is another rank's, or contradicts the metadata.
+    #: True if a file belongs to another rank, or contradicts the metadata.
     is_broken: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     def report(self, finding: Finding) -> None:
-        """Add a finding, unless there are many of its code."""
+        """Add a finding, unless there are already many with its code."""
         self.is_broken = True
         self.counts[finding.code] = self.counts.get(finding.code, 0) + 1
         if self.counts[finding.code] <= _MOST_NAMED:
@@ -86,7 +87,7 @@ class TorchCheckpointing:
     name = "torch_checkpointing"
 
     def detect(self, listing: Listing, options: Options) -> Found[ItemFiles] | None:
-        """Look for ``metadata.pkl`` that names the files of ranks."""
+        """Look for a ``metadata.pkl`` that names rank files."""
         if listing.single:
             return None
         described: dict[str, list[tuple[File, Metadata]]] = {}
@@ -181,7 +182,7 @@ class TorchCheckpointing:
 
 
 def _choose_item(metadata: Metadata, options: Options) -> str:
-    """Choose the item that holds the model: the one that ``--prefix`` names, ``model``, or the only one.
+    """Choose the item with the model: the one that ``--prefix`` names, or ``model``, or the only one.
 
     Raises:
         FastshardError: ``FS106`` if several may be the model, ``FS514`` if none is described.
@@ -213,7 +214,7 @@ def _choose_item(metadata: Metadata, options: Options) -> str:
 
 
 def _refuse_undescribed_model(metadata: Metadata, item: Item, names: Iterable[str]) -> None:
-    """Refuse to take another item for ``model``, which has files and no description.
+    """Refuse to read another item instead of ``model`` if ``model`` has files but no description.
 
     Args:
         metadata: the content of ``metadata.pkl``.
@@ -240,7 +241,7 @@ def _refuse_undescribed_model(metadata: Metadata, item: Item, names: Iterable[st
 
 
 def _look_into(declaring: _Declaring, rank: int) -> None:
-    """Note the tensors of a rank's file, and the boxes that its DTensors state."""
+    """Record the tensors of a rank's file, and the boxes that its DTensors state."""
     file = declaring.found.seen.files[rank]
     if not declaring.contents.readable(file):
         return
@@ -285,7 +286,7 @@ def _look_into(declaring: _Declaring, rank: int) -> None:
 
 
 def _place(declaring: _Declaring, entry: Entry) -> None:
-    """Place the ranks' parts of a tensor, after a look at what each file says of its own."""
+    """Place the ranks' parts of a tensor, after comparing them with the statements in each file."""
     seen = declaring.found.seen
     for number, division in enumerate(entry.divisions):
         while len(declaring.boxes) <= number:
@@ -312,7 +313,7 @@ def _place(declaring: _Declaring, entry: Entry) -> None:
 
 
 def _agrees(declaring: _Declaring, rank: int, entry: Entry, bounds: Bounds, tensor: int) -> bool:
-    """Compare a stored tensor with its box by the metadata, and report what differs."""
+    """Compare a stored tensor with its box in the metadata, and report differences."""
     stored = declaring.contents.tensors(declaring.found.seen.files[rank])[tensor]
     lo, size = bounds
     own = declaring.own_boxes[rank].get(entry.name, bounds)
@@ -358,10 +359,10 @@ def _agrees(declaring: _Declaring, rank: int, entry: Entry, bounds: Bounds, tens
 
 
 def _place_unlisted(declaring: _Declaring) -> None:
-    """Take full tensors that the metadata does not name, and report parts of tensors.
+    """Declare full tensors that the metadata does not name, and report parts of tensors.
 
-    The metadata lists a plain tensor by the first rank of the run alone: one that only later ranks have is
-    not in it. source: metadata_manager.py, ``_compact``
+    The metadata lists plain tensors only for the first rank of the run, so it omits those that only other
+    ranks have. source: metadata_manager.py, ``_compact``
     """
     listed = {entry.name for entry in declaring.found.seen.item.entries}
     for rank, numbers in declaring.numbers.items():
@@ -403,7 +404,7 @@ def _place_unlisted(declaring: _Declaring) -> None:
 
 
 def _assemble(declaring: _Declaring) -> list[Assembled]:
-    """Return the tensors, and copies of other ranks for comparison. Report parts that overlap."""
+    """Return the tensors, and other ranks' copies for comparison; report overlapping parts."""
     source, seen = declaring.source, declaring.found.seen
     found: list[Assembled] = []
     unread = {*seen.lacking, *(seen.files.keys() - declaring.numbers.keys())}

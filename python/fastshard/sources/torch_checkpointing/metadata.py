@@ -1,7 +1,7 @@
-"""The contents of ``metadata.pkl``: the parts of each item's tensors by rank, and the ranks' files.
+"""The contents of ``metadata.pkl``: the parts of each item's tensors by rank, and the rank files.
 
-The pickle holds plain dicts, lists, numbers and text. fastshard's own reader of pickles reads it, which calls
-nothing. Any object in it is refused.
+The pickle contains plain dicts, lists, numbers and strings. fastshard's own pickle reader reads it without
+calling anything. Objects in it are refused.
 source: torch_checkpointing 0.1.1, distributed_metadata.py, dtensor_metadata.py, default_metadata.py,
     checkpoint_layout.py
 """
@@ -25,7 +25,7 @@ from ..index_files import safe_relative
 
 #: source: metadata_serialization.py
 METADATA = "metadata.pkl"
-#: Formats whose files hold tensors. source: checkpoint_layout.py
+#: Formats whose files contain tensors. source: checkpoint_layout.py
 _TENSOR_FORMATS = ("TorchSerialization", "SafetensorsSerialization")
 _PLACEMENTS = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
 
@@ -35,17 +35,17 @@ Bounds = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Division:
-    """The boxes of a tensor on ranks that divide it together. Each division covers the full tensor."""
+    """The boxes of a tensor on ranks that divide it jointly. Each division covers the full tensor."""
 
-    #: None for a rank that stores none of it.
+    #: Box by rank; None for a rank that stores no part.
     boxes: Mapping[int, Bounds | None]
-    #: True for a plain tensor, of which every rank that has it stores all. Not every rank needs to have it.
+    #: True for a plain tensor: each rank that has it stores it in full, but not every rank needs to have it.
     is_plain: bool
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What metadata says of a tensor."""
+    """The metadata of one tensor."""
 
     name: str
     shape: Sequence[int]
@@ -60,7 +60,7 @@ class Item:
 
     name: str
     entries: Sequence[Entry]
-    #: By rank: the path below the checkpoint's folder.
+    #: By rank: the path relative to the checkpoint's folder.
     files: Mapping[int, str]
 
 
@@ -68,7 +68,7 @@ class Item:
 class Metadata:
     """The contents of a metadata file."""
 
-    #: Plain data: names of items, and what is said of each.
+    #: Plain data: names of items, with the metadata of each item.
     items: Mapping[str, Any]
     ranks: int
     version: str
@@ -80,11 +80,12 @@ class Metadata:
         return FastshardError.of(codes.UNSAFE_HEADER, what, file=self.path, tensor=tensor, help=help, **more)
 
     def item(self, name: str) -> Item:
-        """Parse what is said of one item.
+        """Parse the metadata of one item.
 
         Raises:
-            FastshardError: ``FS601`` for what torch_checkpointing does not write, ``FS603`` for a file
-                outside the folder, ``FS514`` for a form that is not read.
+            FastshardError: ``FS601`` for metadata that torch_checkpointing does not write, ``FS603`` for a
+                file
+                outside the folder, ``FS514`` for an unsupported form.
         """
         content = _as_dict(self, self.items[name], f"item {name!r}")
         entries: list[Entry] = []
@@ -106,16 +107,16 @@ class Metadata:
 
 
 def read(listing: Listing, file: File, *, among_rank_files: bool) -> Metadata | None:
-    """Read a metadata file; None for a pickle that is no metadata of torch_checkpointing.
+    """Read a metadata file; None for a pickle that is not torch_checkpointing metadata.
 
     Args:
-        listing: contents of the roots.
+        listing: contents of the root directories.
         file: the metadata file.
-        among_rank_files: True if files that are named like those of ranks are beside it. A pickle that cannot
-            be read is then an error.
+        among_rank_files: True if files with the names of rank files are next to it. In this case, an
+            unreadable pickle is an error.
 
     Raises:
-        FastshardError: ``FS602`` for a pickle that is damaged or holds objects.
+        FastshardError: ``FS602`` for a pickle that is damaged or contains objects.
     """
     try:
         content = _read_pickle(listing.roots[file.root] / file.path, file.path)
@@ -150,7 +151,7 @@ def _read_pickle(path: Path, label: str) -> Any:
     """Return the plain data of a pickle.
 
     Raises:
-        FastshardError: ``FS602`` for a pickle that is damaged, too large, or holds objects.
+        FastshardError: ``FS602`` for a pickle that is damaged, too large, or contains objects.
     """
     try:
         return _core.plain_pickle(path)
@@ -179,7 +180,7 @@ def _keys(metadata: Metadata, key: str) -> list[str]:
 
 
 def _grouped(metadata: Metadata, flat: dict[str, Any], layouts: Any) -> dict[str, Any]:
-    """Return the items of version 1.0, which names the item first in each tensor's keys."""
+    """Return the items of version 1.0, in which the item's name is the first of each tensor's keys."""
     items: dict[str, Any] = {}
     ranks = _as_dict(metadata, layouts, "rank_to_layout_info_mappings")
     for key, groups in flat.items():
@@ -206,7 +207,7 @@ def _numbers(metadata: Metadata, value: Any, tensor: str, what: str) -> list[int
 
 
 def _entry(metadata: Metadata, name: str, groups: Any) -> Entry:
-    """Parse what is said of a tensor: by groups of ranks that divide it alike."""
+    """Parse the metadata of a tensor, by groups of ranks that divide it in the same way."""
     if not isinstance(groups, list) or not groups:
         raise metadata.refuse("a tensor has no ranks", name)
     shape: list[int] | None = None
@@ -318,7 +319,7 @@ def _by_mesh(
 
 
 def _parse_shard(metadata: Metadata, name: str, shape: list[int], data: dict[str, Any]) -> Bounds | None:
-    """Return the box that a tensor of a class of its own states (``CheckpointableTensor``)."""
+    """Return the box of a tensor of a custom class (``CheckpointableTensor``)."""
     begins, inside, sizes = (data.get(k) for k in ("global_offsets", "local_offsets", "local_sizes"))
     lists = [begins, inside, sizes]
     if not all(isinstance(one, list) and len(one) == len(begins or []) for one in lists):

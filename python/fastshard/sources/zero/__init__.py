@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO: the elements of each rank's flat partition that make up a parameter."""
+"""DeepSpeed ZeRO: the elements in each rank's flat partition that make up a parameter."""

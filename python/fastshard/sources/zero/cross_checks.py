@@ -17,7 +17,7 @@ from .zero_files import ZeroFiles
 def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
     """Report optimizer files of two ranks whose master weights have the same checksum.
 
-    One was copied over the other.
+    One file is a copy of the other.
     """
     seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     findings = []
@@ -51,12 +51,12 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
 
 
 def _is_constant(crc: int, size: int) -> bool:
-    """Return True if a float32 storage with this checksum is all zeros or all ones."""
+    """Return True if a float32 storage with this checksum contains only zeros or only ones."""
     return any(_core.crc32_of_constant(struct.pack("<f", value), size) == crc for value in (0.0, 1.0))
 
 
 def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) -> list[Finding]:
-    """Check that the model files state the same step; ``word`` is the framework's term for a rank."""
+    """Check that all model files state the same step; ``word`` is the framework's term for a rank."""
     values: dict[tuple[int, int, str], list[tuple[str, Any, Any]]] = {}
     for key in ("iteration", "global_steps"):
         counters = [

@@ -1,8 +1,8 @@
 """deepspeed.moe: experts are divided over expert-parallel ranks, and each rank counts its own from 0.
 
-A parameter group of experts is divided into partitions among the data-parallel ranks that have the same
-experts, so there are as many flat vectors as expert-parallel ranks. ``param_shapes`` is that of rank 0. The
-files of experts have their numbers among all experts.
+An expert parameter group is divided into partitions among the data-parallel ranks with the same experts, so
+there is one flat vector per expert-parallel rank. ``param_shapes`` is that of rank 0. Expert files are
+numbered among all experts.
 source: DeepSpeed runtime/engine.py (_save_moe_checkpoint), runtime/zero/stage_1_and_2.py
     (_configure_moe_settings),
 utils/groups.py (_create_expert_and_data_parallel), moe/{layer,experts}.py
@@ -27,28 +27,28 @@ def is_expert(name: str) -> bool:
 
 @dataclass
 class Experts:
-    """The experts of a model, by the files that store them."""
+    """The experts of a model, according to the files that store them."""
 
-    #: Name of each module's experts up to their number -> numbers that there are.
+    #: Prefix of each module's experts, up to their number -> existing numbers.
     numbers: dict[str, set[int]] = field(default_factory=dict)
     #: All tensors of experts, in order.
     tensors: dict[str, list[int]] = field(default_factory=dict)
-    #: Files of optimizers of ZeRO stage 0: (expert-parallel rank, file).
+    #: Optimizer files of ZeRO stage 0: (expert-parallel rank, file).
     optimizers: list[tuple[int, int]] = field(default_factory=list)
-    #: Data-parallel ranks with the same experts follow one another.
+    #: True if data-parallel ranks with the same experts are consecutive.
     #: source: runtime/constants.py (use_data_before_expert_parallelism)
     data_first: bool = False
-    #: False if files of experts are missing, which is a finding already.
+    #: False if expert files are missing, which is reported elsewhere.
     whole: bool = True
 
     def add(self, name: str, shape: list[int]) -> None:
-        """Add a tensor of a file."""
+        """Add a tensor from a file."""
         self.tensors.setdefault(name, shape)
         if match := _NAME.match(name):
             self.numbers.setdefault(match[1], set()).add(int(match[2]))
 
     def has(self, names: Iterable[str]) -> bool:
-        """Return True if any of the names is an expert's."""
+        """Return True if any of the names belongs to an expert."""
         return bool(self.numbers) and any(map(is_expert, names))
 
     def divided(self, order: list[_Rank], count: int) -> list[list[_Rank]] | None:

@@ -1,5 +1,6 @@
-"""The shared parts of the ZeRO modules: a model-parallel rank, flat vectors, and small readers of inert
-values."""
+"""The common parts of the ZeRO modules: a model-parallel rank, flat vectors, and small readers of inert
+values.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +17,28 @@ from ..base import PARAMETERS_ALONE, Contents, Found, missing
 from .experts import Experts
 from .zero_files import ZeroFiles
 
-#: From the name in ``param_shapes`` to the layout's name.
+#: Maps a name in ``param_shapes`` to the layout's name.
 Naming = Callable[[str], str]
 
 #: (elements, file, tensor, first element): see :class:`..base.Assembled`.
 Range = tuple[int, int, int, int]
 
-#: A parameter: name, shape, and the ranges that tile it.
+#: A parameter: name, shape, and the ranges that make it up.
 Parts = tuple[str, list[int], list[Range]]
 
-#: A parameter that a module holds: name, shape, and index of its tensor in the model file.
+#: A parameter of a module: name, shape, and index of its tensor in the model file.
 Parameter = tuple[str, list[int], int]
 
-#: Parameters of the masters, and of each optimizer slot.
+#: Parameters in the master weights, and in each optimizer slot.
 Named = tuple[list[Parts], dict[str, list[Parts]]]
 
-#: Steps are scalars.
+#: Maximum size of a scalar, such as a step.
 SCALAR_BYTES = 8
 
 
 @dataclass
 class Flat:
-    """One rank's flat vector: its place, and its number of elements."""
+    """One rank's flat vector: its place and its number of elements."""
 
     file: int
     tensor: int
@@ -69,21 +70,21 @@ class Model:
     file: int
     mp: int
     coords: dict[str, int]
-    #: The rank as names of files count it.
+    #: The rank as numbered in file names.
     place: dict[str, int]
     name_of: Naming
-    #: True to give tensors under the names of `param_shapes` too.
+    #: True to declare tensors under their names in `param_shapes` too.
     own_names: bool = False
     #: Layer files of a pipeline: (pipeline layer, file).
     layers: list[tuple[int, int]] = field(default_factory=list)
-    #: Pipeline stages.
+    #: Number of pipeline stages.
     stages: int = 1
-    #: Of a mixture of experts, those that lie in files of their own.
+    #: Experts that are stored in separate files, for an MoE model.
     experts: Experts | None = None
 
     @property
     def label(self) -> str:
-        """The rank in the form that messages use."""
+        """The rank as named in messages."""
         return format_rank(self.place)
 
     @property
@@ -92,7 +93,7 @@ class Model:
         return self.found.files[self.file].path
 
     def missing(self, dp: int, world: int, bf16: bool, last: int | None = None) -> Finding:
-        """Build the finding for a missing optimizer file, or for those of all ranks up to ``last``."""
+        """Build the finding for a missing optimizer file, or for the files of all ranks up to ``last``."""
         ranks = (dp, dp if last is None else last)
         start = "bf16_" if bf16 else ""
         name, end = (f"{start}zero_pp_rank_{n}_mp_rank_{self.mp:02d}_optim_states.pt" for n in ranks)
@@ -107,7 +108,7 @@ class Model:
         )
 
     def shapes(self) -> list[dict[str, list[int]]] | None:
-        """Return names and shapes per parameter group, in the order of the flat vector."""
+        """Return names and shapes by parameter group, in the order of the flat vector."""
         groups = self.state.get("param_shapes")
         if isinstance(groups, dict):
             groups = [groups]
@@ -124,7 +125,7 @@ class Model:
         return Assembled(file=file, coords=self.coords, rank=self.label, slot=slot, tensors=named)
 
     def aliases(self) -> dict[str, str]:
-        """Return other names of parameters, {alias: owner}, by the model file or by the tensors' places."""
+        """Return aliases of parameters, {alias: owner}, from the model file or from the tensors' places."""
         shared = self.state.get("shared_params")
         if isinstance(shared, dict):
             return {str(k): str(v) for k, v in shared.items()}
@@ -140,7 +141,7 @@ class Model:
         return {*(map(str, module) if isinstance(module, dict) else ()), *self.aliases(), *own}
 
     def stored(self) -> tuple[list[Parameter], dict[str, str]]:
-        """Return the module's parameters in order, and other names of them: {alias: owner}."""
+        """Return the module's parameters in order, and their aliases: {alias: owner}."""
         module = self.state.get("module")
         modules = [(self.file, "", module)]
         if not isinstance(module, dict):
@@ -166,7 +167,7 @@ class Model:
 
 
 def is_shape(shape: Any) -> bool:
-    """Return True for a list of extents whose elements can be counted."""
+    """Return True for a list of extents whose product is a valid number of elements."""
     return (
         isinstance(shape, list)
         and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
@@ -191,14 +192,14 @@ def ints(value: Any) -> list[int] | None:
 
 
 def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
-    """Return the optimizer's state in an optimizer file; None if there is none or the file is unreadable."""
+    """Return the optimizer state in an optimizer file; None if there is none or the file is unreadable."""
     content = contents(file)
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     return state if isinstance(state, dict) else None
 
 
 def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
-    """Yield (elements, partition, first element in it) of elements ``at..at + count``.
+    """Yield (elements, partition, first element in it) for elements ``at..at + count``.
 
     For zero elements, yield (0, 0, 0).
     """
@@ -219,7 +220,7 @@ def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | No
 
 
 def scalars_of(contents: Contents, file: int) -> Callable[[int], float | None]:
-    """Read scalars of a file by their tensors' indices."""
+    """Return a reader for scalars in a file, by the indices of their tensors."""
 
     def read(index: int) -> float | None:
         tensors = contents.tensors(file)
@@ -245,15 +246,14 @@ def tensors_below(value: Any) -> list[int]:
 
 
 def state_below(base: Any, under: list[str]) -> tuple[list[int], list[list[str]]]:
-    """Return the state that a fresh optimizer sets to zero: tensors, and the keys of other steps.
+    """Return the state that a new optimizer sets to zero: tensors, and the keys of other steps.
 
-    The tensors are moments and steps. Steps are kept per parameter or flat vector, and per group as Apex and
-    DeepSpeed's FusedAdam do. The keys include every step that is neither a tensor nor zero, even if it is not
-    a number: a value that cannot be set to zero must not be kept.
+    The tensors are moments and steps. Steps are stored per parameter or flat vector, and also per group in
+    Apex and DeepSpeed's FusedAdam. The keys include every step that is neither a tensor nor zero, even if it
+    is not a number: a value that cannot be set to zero must not be kept.
 
     Args:
-        base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic
-            checkpoint.
+        base: the optimizer's state in torch's form, or the list of states in an elastic checkpoint.
         under: keys that lead to it from the file's root.
     """
     tensors = dict.fromkeys(tensors_below(base.get("state") if isinstance(base, dict) else base))

@@ -1,8 +1,8 @@
-"""The elements of each rank's flat ZeRO partition that make up a parameter.
+"""The elements in each rank's flat ZeRO partition that make up a parameter.
 
-Stages 1 and 2 (and BF16_Optimizer) lay the parameters of a group one after another and cut the resulting
-vector into one partition per data-parallel rank. Stage 3 cuts every parameter into one part per rank. Stage 0
-keeps the optimizer's state in the model file.
+Stages 1 and 2 (and BF16_Optimizer) concatenate the parameters of a group and divide the resulting vector into
+one partition per data-parallel rank. Stage 3 divides every parameter into one part per rank. Stage 0 stores
+the optimizer state in the model file.
 source: DeepSpeed runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, utils/zero_to_fp32.py,
 utils/tensor_fragment.py
 """
@@ -36,16 +36,16 @@ class _State:
     assembled: list[Assembled] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unread: list[Finding] = field(default_factory=list)
-    #: Names of the parameters that it steps.
+    #: Names of the parameters that the optimizer trains.
     trained: set[str] = field(default_factory=set)
     steps: dict[int, list[float]] = field(default_factory=dict)
     groups: list[list[Group] | None] = field(default_factory=list)
     state_files: list[StateFile] = field(default_factory=list)
-    #: What it states of all parameters.
+    #: The values that it states for all parameters.
     values: dict[str, Any] | None = None
-    #: True if there are moments and no masters.
+    #: True if there are moments but no master weights.
     moments_only: bool = False
-    #: True if it never took a step; None if that is not told.
+    #: True if the optimizer never took a step; None if this is unknown.
     unstepped: bool | None = None
 
 
@@ -117,7 +117,7 @@ def _models(
     name_of: Naming,
     experts: Experts | None,
 ) -> list[Model]:
-    """Return the model-parallel ranks, each by its first file if several roots have it."""
+    """Return the model-parallel ranks, each with its first file if several root directories contain it."""
     seen = found.seen
     tp = source.binding.degrees.get("tp", 1)
     stages = len({rank for rank, _ in seen.ranks}) // tp if seen.pipeline else 1
@@ -134,9 +134,9 @@ def _models(
 
 
 def _state_of(model: Model, parts: list[tuple[int, int]] | None, is_stage3: bool) -> _State:
-    """Return a rank's state: partitions by data-parallel rank and file, else the state in the model file.
+    """Return a rank's state: partitions by data-parallel rank and file, or the state in the model file.
 
-    Reports the file that is missing if there is neither.
+    Reports the missing file if there is neither.
     """
     if parts is not None:
         return _partitioned(model, parts, is_stage3)
@@ -183,7 +183,7 @@ def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) ->
 
 
 def _whole(each: list[stage0.StoredOptimizer]) -> _State:
-    """Return the state of stage 0, which is divided among expert-parallel ranks at most."""
+    """Return the state of stage 0, which is divided at most among expert-parallel ranks."""
     alone = [optimizer for optimizer in each if optimizer.key is None]
     return _State(
         assembled=[one for optimizer in each for one in optimizer.assembled],
@@ -215,8 +215,8 @@ def _model_missing(folder: str, mp: int, count: int) -> Finding:
 def _stage0(model: Model) -> tuple[list[stage0.StoredOptimizer], list[Finding]]:
     """Read the optimizers of stage 0, and report missing files.
 
-    They are in the model file, or, for a mixture of experts, in one file per expert-parallel rank; the model
-    file then has a copy of the first.
+    They are in the model file or, for an MoE model, in one file per expert-parallel rank; the model file then
+    contains a copy of the first one.
     """
     experts = model.experts
     if experts is None or not experts.optimizers:
@@ -263,8 +263,8 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
 def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
     """Return the frozen parameters.
 
-    The model file states them. Before ZeRO-2 they are the tensors that have no master weight and are neither
-    a buffer nor another name of a trained parameter.
+    The model file states them. Before ZeRO-2, they are the tensors without a master weight that are neither
+    buffers nor aliases of trained parameters.
 
     source: DeepSpeed runtime/engine.py (frozen_param_shapes from stage 2 on), 0.18
     """
@@ -274,7 +274,9 @@ def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
 
 
 def _layers(seen: ZeroFiles, tp: int) -> list[tuple[int, int]]:
-    """Return the layer files of a rank, in order; the first file of each layer if several roots have it."""
+    """Return the layer files of a rank, in order; the first file of each layer if several root directories
+    contain it.
+    """
     files: dict[int, int] = {}
     for layer, rank, file in seen.layers:
         if rank == tp:
@@ -283,7 +285,7 @@ def _layers(seen: ZeroFiles, tp: int) -> list[tuple[int, int]]:
 
 
 def _coords(mp: int, tp: int, pipeline: bool) -> dict[str, int]:
-    """Return the topology of a model-parallel rank; a pipeline numbers pp x tp jointly, tp fastest."""
+    """Return the coordinates of a model-parallel rank; a pipeline numbers pp x tp jointly, tp fastest."""
     if not pipeline:
         return {"tp": mp} if tp > 1 else {}
     # Stages hold different layers; a tied tensor is the same on several, and compared as a replica.

@@ -1,4 +1,4 @@
-"""The optimizer files of one model-parallel rank, and the flat vectors in them."""
+"""The optimizer files of one model-parallel rank, and their flat vectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .flat_state import Flat, Model, Named, Rank, scalar, scalars_of, state_belo
 
 
 class Partitions:
-    """The partitions of one model-parallel rank, checked against each other and put together."""
+    """The partitions of one model-parallel rank, compared with each other and combined."""
 
     def __init__(self, model: Model, files: list[tuple[int, int]], stage3: bool) -> None:
         self.model = model
@@ -25,9 +25,9 @@ class Partitions:
         self.assembled: list[Assembled] = []
         self.steps: dict[int, list[float]] = {}
         self.ranks: dict[int, Rank] = {}
-        #: Flat vectors (file, tensor) in which parameters lie.
+        #: Flat vectors (file, tensor) that contain parameters.
         self.filled: set[tuple[int, int]] = set()
-        #: True if each rank's optimizer has a state, and there is nothing in it.
+        #: True if each rank's optimizer has a state that is empty.
         self.unstepped = True
         self.bf16 = model.found.files[files[0][1]].name.startswith("bf16_")
         readable = True
@@ -58,16 +58,16 @@ class Partitions:
             why = f"data-parallel rank {dp} is beyond the {world} of this checkpoint"
             self.findings.append(unexpected(left.path, why))
         self.order = [self.ranks[dp] for dp in sorted(self.ranks)]
-        #: True if all ranks are there and could be read.
+        #: True if all ranks exist and are readable.
         self.whole = bool(self.order) and readable and not absent and all(map(self._read, self.order))
         self.values = self._values() if self.whole else {}
         if self.whole:
             self._same_slots()
 
     def shapes(self) -> list[dict[str, list[int]]] | None:
-        """Return names and shapes per group as the ranks state them; None if a shape is unknown.
+        """Return names and shapes by group as the ranks state them; None if a shape is unknown.
 
-        This is for a model file that states none (BF16_Optimizer in a pipeline of stage 0).
+        This is for a model file that does not state them (BF16_Optimizer in a pipeline of stage 0).
         """
         stored = {name: shape for name, shape, _ in self.model.stored()[0]}
         groups: list[dict[str, list[int]]] = []
@@ -85,7 +85,7 @@ class Partitions:
         return groups if groups and all(groups) else None
 
     def _same_slots(self) -> None:
-        """Check that every rank with a part of a group keeps the same slots of it (``exp_avg``)."""
+        """Check that all ranks with a part of a group have the same slots for it (``exp_avg``)."""
         groups = min(len(rank.masters) for rank in self.order)
         for g in range(groups):
             holders = [rank for rank in self.order if rank.masters[g].numel]
@@ -103,7 +103,7 @@ class Partitions:
                     )
 
     def _values(self) -> dict[str, Any]:
-        """Return the values in the optimizer's state that are not tensors."""
+        """Return the non-tensor values in the optimizer's state."""
         state = self.order[0].state
         base = state.get("base_optimizer_state") or state.get("optimizer_state_dict")
         scaler = state.get("loss_scaler")
@@ -140,7 +140,9 @@ class Partitions:
         )
 
     def _world(self) -> int:
-        """Return the number of partitions: as the model file states it, else as most partitions do."""
+        """Return the number of partitions: the one in the model file, or the most frequent one in the
+        partitions.
+        """
         counts: list[int] = []
         for rank in self.ranks.values():
             value = _partitions(rank)
@@ -166,7 +168,7 @@ class Partitions:
         return world
 
     def _same_copy(self, first: Rank, file: int, path: str) -> None:
-        """Check that two roots' files of the same rank are copies, by the checksums in both."""
+        """Check that files of the same rank in two root directories are copies, using their checksums."""
 
         def sums(index: int) -> list[Any]:
             return [(t["path"], view_of(t)) for t in self.model.contents.tensors(index)]
@@ -183,7 +185,7 @@ class Partitions:
             )
 
     def _read(self, rank: Rank) -> bool:
-        """Find the flat vectors of a rank; return False with a finding if they are misplaced."""
+        """Find the flat vectors of a rank; return False, with a finding, if they are misplaced."""
         tensors = self.model.contents.tensors(rank.file)
         key = "fp32_flat_groups" if self.stage3 else "single_partition_of_fp32_groups"
         groups = rank.state.get(key)
@@ -227,7 +229,7 @@ class Partitions:
 
     @staticmethod
     def _state_keys(base: dict[str, Any], states: dict[str, Any], count: int) -> list[str | None]:
-        """Return the key of each flat vector's state: torch numbers parameters through all groups."""
+        """Return the key of each flat vector's state; torch numbers parameters across all groups."""
         numbered = sorted((k for k in states if str(k).isdigit()), key=lambda k: int(k))
         groups = base.get("param_groups")
         named = (
@@ -269,7 +271,7 @@ class Partitions:
         return files
 
     def groups(self, named: Named) -> list[Group] | None:
-        """Return the optimizer's groups: each lists flat vectors, and the parameters are ranges of them."""
+        """Return the optimizer's groups: each lists flat vectors, in which parameters are ranges."""
         places = {(rank.file, flat.tensor): g for rank in self.order for g, flat in enumerate(rank.masters)}
         members: list[dict[str, None]] = [{} for _ in self.order[0].masters]
         for name, _, ranges in named[0]:
@@ -280,7 +282,7 @@ class Partitions:
         return numbered(self.values.get("param_groups"), members, read)
 
     def keep(self, named: Named) -> None:
-        """Record the master weights and slots that the stage assembled, with aliases."""
+        """Record the master weights and slots that the stage assembled, including aliases."""
         masters, slots = named
         model, file = self.model, self.order[0].file
         owned = {name: (shape, ranges) for name, shape, ranges in masters}
@@ -302,7 +304,7 @@ class Partitions:
 def _partitions(rank: Rank) -> int | None:
     """Return the number of partitions that a rank states.
 
-    It is the largest among its groups, since groups of experts have fewer.
+    It is the largest number among its groups, because groups of experts have fewer partitions.
     """
     value = rank.state.get("partition_count")
     return max(

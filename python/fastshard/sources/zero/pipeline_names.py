@@ -10,7 +10,7 @@ from .zero_files import ZeroFiles
 def pipeline_names(found: Found[ZeroFiles], contents: Contents) -> Naming:
     """Return the naming of a pipeline's tensors.
 
-    ``tied_modules.KEY.rest`` is in the first layer file that has ``rest``.
+    ``tied_modules.KEY.rest`` is in the first layer file that contains ``rest``.
     """
     holders: dict[str, int] = {}
     for layer, _, file in found.seen.layers:

@@ -1,8 +1,8 @@
 """Stage 0: the optimizer's state is in the model file, without names.
 
-FP16_UnfusedOptimizer keeps a full master weight of each parameter, FP16_Optimizer (for FusedAdam) one flat
-master weight per group. An optimizer that was not wrapped (fp32 training) keeps no master weights: it steps
-the parameters themselves.
+FP16_UnfusedOptimizer has a full master weight for each parameter, and FP16_Optimizer (for FusedAdam) has one
+flat master weight per group. An optimizer without a wrapper (fp32 training) has no master weights, because it
+updates the parameters themselves.
 source: DeepSpeed runtime/fp16/{unfused,fused}_optimizer.py (state_dict), runtime/engine.py
     (_common_checkpoint_state)
 """
@@ -36,12 +36,12 @@ from .flat_state import (
 
 @dataclass
 class Vector:
-    """A tensor that the optimizer steps: a full parameter, or a group of them one after another."""
+    """A tensor that the optimizer updates: a full parameter, or a group of concatenated parameters."""
 
     #: Key of its state.
     key: str
     shape: list[int] | None
-    #: Index in the model file; None where the parameter itself is stepped.
+    #: Index in the model file; None if the parameter itself is updated.
     master: int | None
     #: name, shape, first element
     members: list[tuple[str, list[int], int]] = field(default_factory=list)
@@ -57,20 +57,20 @@ class StoredOptimizer:
     """An optimizer's state in a model file."""
 
     model: Model
-    #: The state as torch's optimizers give it: ``state`` and ``param_groups``.
+    #: The state in the form of torch's optimizers: ``state`` and ``param_groups``.
     base: dict[str, Any]
-    #: ``fp32_groups``, ``fp32_groups_flat``, or None for an optimizer without masters.
+    #: ``fp32_groups``, ``fp32_groups_flat``, or None for an optimizer without master weights.
     key: str | None
     groups: list[list[Vector]]
-    #: Parameters that lie in other files, with no further names: those of a mixture of experts.
+    #: Parameters in other files, without aliases: those of an MoE model.
     apart: list[Parameter] | None = None
     assembled: list[Assembled] = field(default_factory=list)
-    #: True if each tensor has its parameters.
+    #: True if the parameters of each tensor are known.
     named: bool = False
 
     @property
     def states(self) -> dict[str, Any]:
-        """State by the parameter's number."""
+        """State by parameter number."""
         states = self.base.get("state")
         return states if isinstance(states, dict) else {}
 
@@ -93,7 +93,9 @@ class StoredOptimizer:
         )
 
     def unread(self) -> list[Finding]:
-        """Report state that is not read: of unknown parameters, or in another layout than its parameter."""
+        """Report state that is not read: state of unknown parameters, or with another layout than its
+        parameter.
+        """
         if not self.named:
             return [] if self.key or not self.states else [self.unnamed()]
         tensors = self.model.contents.tensors(self.model.file)
@@ -119,7 +121,7 @@ class StoredOptimizer:
         )
 
     def slots(self, vector: Vector) -> list[tuple[str, int]]:
-        """Return the state tensors of a vector, without its step."""
+        """Return the state tensors of a vector, except its step."""
         entry = self.states.get(vector.key)
         kept = (
             [(k, tensor_index(v)) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
@@ -160,7 +162,7 @@ def read(model: Model, apart: list[Parameter] | None = None) -> StoredOptimizer 
 
     Args:
         model: the model-parallel rank.
-        apart: the parameters of the rank, if the file has none.
+        apart: the parameters of the rank, if they are in other files.
     """
     optimizer = _read_optimizer(model)
     if optimizer is not None:
@@ -174,7 +176,7 @@ def read(model: Model, apart: list[Parameter] | None = None) -> StoredOptimizer 
 
 
 def of_experts(model: Model) -> int:
-    """Count the elements of parameters in an optimizer's groups of experts; 0 if it does not state them."""
+    """Count the parameter elements in an optimizer's expert groups; 0 if it does not state them."""
     optimizer = _read_optimizer(model)
     if optimizer is None:
         return 0
@@ -185,7 +187,9 @@ def of_experts(model: Model) -> int:
 
 
 def partitioned(model: Model) -> bool:
-    """Return True if the model file has a partition: BF16_Optimizer's first rank, in a stage-0 pipeline."""
+    """Return True if the model file contains a partition: that of BF16_Optimizer's first rank, in a stage-0
+    pipeline.
+    """
     optimizer = model.state.get("optimizer")
     return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
 
@@ -218,9 +222,9 @@ def _read_optimizer(model: Model) -> StoredOptimizer | None:
 
 
 def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
-    """Return the shape of a parameter by its state.
+    """Return the shape of a parameter, from its state.
 
-    None if the state does not show it (no gradient came, or factored moments).
+    None if the state does not show it (no gradient yet, or factored moments).
     """
     entry = states.get(str(number))
     indices = [tensor_index(v) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
@@ -231,7 +235,7 @@ def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.Stored
 
 
 def _name(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
-    """Assign parameters to the optimizer's tensors; return False if they cannot be determined."""
+    """Assign parameters to the optimizer's tensors; return False if the assignment cannot be determined."""
     if optimizer.key == "fp32_groups_flat":
         return _name_flat(optimizer, parameters)
     found = _apart(
@@ -257,7 +261,9 @@ def _apart(
     decides: Callable[[list[int]], Any],
     assign: Callable[[list[tuple[str, Any]], list[Any]], list[list[str]] | None],
 ) -> list[list[str]] | None:
-    """Return the names of each group's parameters, with experts kept apart; None if they are not known."""
+    """Return the names of each group's parameters, with separate groups for experts; None if they are
+    unknown.
+    """
     of_experts = _of_experts(optimizer)
     found: list[list[str]] = [[] for _ in optimizer.groups]
     for kind in sorted(set(of_experts)):
@@ -272,7 +278,7 @@ def _apart(
 
 
 def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
-    """Return a flag for each group, True for experts: DeepSpeed keeps their groups apart.
+    """Return one flag per group, True for experts, which DeepSpeed puts in separate groups.
 
     source: deepspeed/moe/utils.py
     """
@@ -284,7 +290,7 @@ def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
 
 
 def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
-    """Assign parameters to flat master weights: by the vectors that the tensors view, or by sizes."""
+    """Assign parameters to flat master weights, by the vectors of which tensors are views, or by sizes."""
     vectors = optimizer.vectors()
     lengths = [math.prod(vector.shape or []) for vector in vectors]
     shapes = {name: shape for name, shape, _ in parameters}
@@ -306,10 +312,10 @@ def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
 
 
 def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
-    """Return names by place: FP16_Optimizer makes a group's parameters ordered views of one flat vector.
+    """Return names by place: FP16_Optimizer turns a group's parameters into ordered views of one flat vector.
 
-    A group of one parameter looks like any other tensor with a separate storage. Its size identifies it among
-    the tensors that are not views.
+    A group with one parameter looks like any other tensor with a separate storage. Its size identifies it
+    among the tensors that are not views.
     """
     views = _views(model, parameters)
     # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.
@@ -327,9 +333,9 @@ def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> 
 
 
 def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str]]]:
-    """Group tensors that fill one storage, alone or together, by the storage's number of elements.
+    """Group tensors that fill one storage, alone or jointly, by the storage's number of elements.
 
-    The tensors of a storage are in its order.
+    The tensors are in the order of the storage.
     """
     tensors = model.contents.tensors(model.file)
     storages: dict[int, list[tuple[int, int, int, str]]] = {}
@@ -351,7 +357,7 @@ def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str
 
 
 def _assembled(optimizer: StoredOptimizer, aliases: dict[str, str]) -> list[Assembled]:
-    """Return master weights under all names of a parameter, and moments under the name of its owner."""
+    """Return master weights under all names of a parameter, and moments under its owner's name."""
     model = optimizer.model
     tensors = model.contents.tensors(model.file)
     masters: list[Parts] = []

@@ -1,7 +1,7 @@
-"""Stages 1 and 2, and BF16_Optimizer: a group's parameters one after another, divided into partitions.
+"""Stages 1 and 2, and BF16_Optimizer: a group's concatenated parameters, divided into partitions.
 
-Groups are padded at the end to a multiple of 2 x world_size elements; DeepSpeed 0.19.8 may pad after
-each parameter too (``param_alignment_paddings``).
+Groups are padded at the end to a multiple of 2 x world_size elements. DeepSpeed 0.19.8 may also pad after
+each parameter (``param_alignment_paddings``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .partitions import Partitions
 
 
 def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Locate each parameter in the ranks' partitions; None with findings if they do not fit together."""
+    """Locate each parameter in the ranks' partitions; None, with findings, if they do not match."""
     order = partitions.order
     for rank in order:
         if len(rank.masters) != len(shapes):
@@ -58,9 +58,9 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
 def _vectors(
     partitions: Partitions, g: int, group: dict[str, list[int]]
 ) -> list[tuple[list[Rank], dict[str, str]]]:
-    """Return the ranks that divide a flat vector of the group, and the names of its experts in the model.
+    """Return the ranks that divide a flat vector of the group, and the model's names for its experts.
 
-    There is one entry for each expert-parallel rank if the group is of experts.
+    For a group of experts, there is one entry per expert-parallel rank.
     """
     order, experts = partitions.order, partitions.model.experts
     if experts is None or not experts.has(group):
@@ -132,7 +132,7 @@ def _offsets(
 
 
 def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int], needed: int) -> bool:
-    """Check that partitions are equal in length, except tail padding, and hold the parameters exactly."""
+    """Check that partitions have equal lengths, except for tail padding, and match the parameters."""
     largest = max(lengths)
     # Tail padding is cut off at the last ranks; those before them are full.
     full = max(r for r, length in enumerate(lengths) if length == largest)
@@ -174,7 +174,7 @@ def _mappings(
     offsets: dict[str, int],
     lengths: list[int],
 ) -> bool:
-    """Check that each rank's own mapping of its partition agrees with its place."""
+    """Check that each rank's own mapping of its partition agrees with the partition's place."""
     largest, before = max(lengths), len(partitions.findings)
 
     def by(offsets: dict[str, int]) -> list[dict[str, tuple[int, int]]]:
@@ -224,7 +224,9 @@ def _mappings(
 
 
 def _account(rank: Rank, g: int) -> dict[str, tuple[int, int]] | None:
-    """Return (start, numel) of the parameters in a rank's own mapping of a group; None without one."""
+    """Return (start, numel) of the parameters in a rank's own mapping of a group; None if there is no
+    mapping.
+    """
     mappings = rank.state.get("param_slice_mappings")
     if not isinstance(mappings, list) or g >= len(mappings) or not isinstance(mappings[g], dict):
         return None
@@ -238,10 +240,12 @@ def _account(rank: Rank, g: int) -> dict[str, tuple[int, int]] | None:
 def _before_round_robin(
     partitions: Partitions, group: dict[str, list[int]], accounts: list[dict[str, tuple[int, int]] | None]
 ) -> dict[str, int] | None:
-    """Return offsets in the order before ``round_robin_gradients`` reordered the parameters, by the mappings.
+    """Return offsets in the order before ``round_robin_gradients`` reordered the parameters, from the
+    mappings.
 
-    The flat vector and ``param_shapes`` have the new order, ``param_slice_mappings`` the old one, up to
-    DeepSpeed 0.19.8. source: runtime/zero/stage_1_and_2.py (_link_all_hp_params takes bit16_groups)
+    Up to DeepSpeed 0.19.8, the flat vector and ``param_shapes`` have the new order, and
+    ``param_slice_mappings`` has the old one. source: runtime/zero/stage_1_and_2.py (_link_all_hp_params takes
+    bit16_groups)
     """
     config = partitions.model.state.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None

@@ -1,6 +1,6 @@
 """Stage 3: every parameter is divided into one part per data-parallel rank, the last one padded.
 
-A rank's parts are one after another in its flat groups, at an offset common to all ranks.
+A rank's parts are concatenated in its flat groups, at offsets common to all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .zero_files import ZeroFiles
 
 
 def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Locate each parameter's parts in the partitions; None with a finding if these do not have them."""
+    """Locate each parameter's parts in the partitions; None, with a finding, if parts are missing."""
     order, model = partitions.order, partitions.model
     world = len(order)
     parameters = {name: shape for group in shapes for name, shape in group.items()}
@@ -69,7 +69,7 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
 
 
 def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
-    """Return the names in `module`, except empty parameters, and the buffers that it should have."""
+    """Return the names in `module` except empty parameters, and the names of the required buffers."""
     listed = name_list(state.get("buffer_names"))
     tensors = contents.tensors(file) if state else []
     module = state.get("module")
@@ -82,7 +82,7 @@ def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
 
 
 def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any]) -> list[Finding]:
-    """Report buffers that a model file lists and does not store: nothing else requires them."""
+    """Report buffers that a model file lists and does not store, because nothing else requires them."""
     module = state.get("module")
     return [
         Finding.of(
@@ -128,7 +128,7 @@ def frozen(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Assembl
 
 
 def frozen_names(model: Model) -> set[str]:
-    """Return the parameters that were not trained, under all their names."""
+    """Return the parameters that were not trained, including aliases."""
     shapes = _frozen_shapes(model)
     return {*shapes, *(alias for alias, owner in model.aliases().items() if owner in shapes)}
 
@@ -140,11 +140,11 @@ def _frozen_shapes(model: Model) -> dict[str, list[int]]:
 
 
 def left_out(model: Model, stored: set[str]) -> list[Finding]:
-    """Report parameters that `module` lists as empty and that neither a partition nor a fragment stores.
+    """Report parameters that are empty in `module` and that are in no partition or fragment.
 
     Args:
         model: the model-parallel rank.
-        stored: names that `module` stores with their elements.
+        stored: names of parameters that `module` stores in full.
     """
     groups = model.shapes()
     if groups is None:
@@ -176,7 +176,7 @@ def left_out(model: Model, stored: set[str]) -> list[Finding]:
 
 
 def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Finding]:
-    """Check the ZeRO-3 model files: one per data-parallel rank, all from one step."""
+    """Check the ZeRO-3 model files: one per data-parallel rank, all from the same step."""
     findings = []
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
     world = model.state.get("dp_world_size")
@@ -217,7 +217,9 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
 
 
 def _ordered(value: Any) -> Any:
-    """Convert dictionaries to lists, to compare their order: that of `param_shapes` places parameters."""
+    """Convert dictionaries to lists in order to compare their order, because that of `param_shapes`
+    determines the places of parameters.
+    """
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     return list(value.items()) if isinstance(value, dict) else value

@@ -8,17 +8,19 @@ from ...common.records import dataclass
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """Files by their names, each by its number in ``Found.files``; several roots may have the same file."""
+    """Files by name, given by their numbers in ``Found.files``; several root directories may contain the same
+    file.
+    """
 
-    #: The step's folders: root, and path in it.
+    #: The step's folders: root directory, and path in it.
     places: tuple[tuple[int, str], ...]
     #: (model-parallel rank, model file), ascending.
     ranks: tuple[tuple[int, int], ...]
-    #: ZeRO-3, whose model files hold a part each: (data-parallel rank, model-parallel rank, file).
+    #: ZeRO-3 model files, each with one rank's part: (data-parallel rank, model-parallel rank, file).
     sliced: tuple[tuple[int, int, int], ...]
     #: Layer files of a pipeline: (pipeline layer, tp rank, file).
     layers: tuple[tuple[int, int, int], ...] = ()
-    #: Digits of the layer and rank numbers in their names; 0 if there is no rank.
+    #: Numbers of digits of layer and rank numbers in their names; 0 without ranks.
     widths: tuple[int, int] = (2, 2)
     #: Partitions: (data-parallel rank, model-parallel rank, file).
     optim: tuple[tuple[int, int, int], ...] = ()
