@@ -28,7 +28,7 @@ DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOT
 #: Folders in which trainers store files from Hugging Face. source: verl
 #: utils/checkpoint/fsdp_checkpoint_manager.py, NeMo Automodel components/checkpoint/checkpointing.py
 _SUBFOLDERS = ("huggingface", ".hf_metadata")
-#: Keys that state from where something was loaded. source: transformers configuration_utils.py,
+#: Keys that state where something was loaded from. source: transformers configuration_utils.py,
 #: tokenization_utils_base.py
 _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
 #: The modules that sentence-transformers loads in order; each one except the model has its own folder.
@@ -233,7 +233,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _without_paths(value: Any) -> Any:
-    """Return a config without the keys that state from where it was loaded, at any depth."""
+    """Return a config without the keys, at any depth, that state where it was loaded from."""
     if isinstance(value, dict):
         return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
     return [_without_paths(part) for part in value] if isinstance(value, list) else value

@@ -1,10 +1,9 @@
 """The target DeepSpeed universal: one folder of files per parameter, which DeepSpeed loads on any number of
 ranks.
 
-source: DeepSpeed checkpoint/ds_to_universal.py (what it writes), runtime/base_optimizer.py and
-    runtime/zero/stage3.py (what is
-read: stages 1 and 2 want ``{"param": tensor}``, stage 3 takes it since 0.18), runtime/engine.py (what a model
-    file must say)
+source: DeepSpeed checkpoint/ds_to_universal.py (written files), runtime/base_optimizer.py and
+    runtime/zero/stage3.py (read files: stages 1 and 2 require ``{"param": tensor}``, stage 3 accepts it since
+    0.18), runtime/engine.py (required contents of a model file)
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class Reader:
                 self._same.add(box.key)
 
     def root(self, block: str) -> int:
-        """Return the root directory that contains a block; the first one for a block without data."""
+        """Return the root directory that contains a block; the first one for a block of fill values."""
         _, _, _, key = self.blocks[block]
         return 0 if key is None else self._union.holders(key)[0].place.root
 
