@@ -58,6 +58,22 @@ _TITAN_GPT_OSS = replace(
     experts=True,
     router_bias=(True,),
 )
+_TITAN_QWEN3_5 = replace(
+    _TITAN_QWEN,
+    kind="Qwen3.5",
+    shares=None,
+    attentions=("delta", "heads"),
+    output_gate=(True,),
+)
+_TITAN_QWEN3_5_MOE = replace(
+    _TITAN_QWEN3_5,
+    kind="Qwen3.5-MoE",
+    families=("qwen3_next", "qwen3_5"),
+    experts=True,
+    shared_experts=True,
+    needs_shared_experts=True,
+    shared_gate=(True,),
+)
 #: The window size in torchtitan's own models. source: torchtitan models/gpt_oss/__init__.py
 _TITAN_WINDOW = 128
 _OLMO_CORE = Says(

@@ -666,7 +666,7 @@ def _order_open(block: DecoderBlock) -> Finding:
 def report_unstated(key: str, file: str) -> Finding:
     """Build the warning for a setting that determines the model and that a yml cannot state."""
     return _report_assumed(
-        f"{key}, for which MaxText has a default of its own: set it before MaxText runs with this yml",
+        f"{key}, which has a default in MaxText: set it before MaxText runs with this yml",
         "warning",
     ).replace(file=file)
 

@@ -1,6 +1,4 @@
-"""The model card of a Hugging Face directory: a draft from the facts of the conversion, for a checkpoint
-without a card.
-"""
+"""The model card of a Hugging Face directory: a draft, from the facts of the conversion."""
 
 from __future__ import annotations
 
@@ -20,21 +18,41 @@ from .base import Bound
 
 __all__ = ["CARD_NAME", "drafted", "is_copied"]
 
-#: File name of the card on the Hub. source: huggingface.co/docs/hub/model-cards
+#: Where the Hub looks for the card. source: huggingface.co/docs/hub/model-cards
 CARD_NAME = "README.md"
-#: A possible Hub repository name. A local folder may have the same form.
-_REPOSITORY = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_WORD = compile_when_used(r"\w{1,96}")
+#: Bytes of the largest card whose metadata is read.
+_MAX_CARD = 1 << 20
+_METADATA = compile_when_used(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.DOTALL)
+_PART = "[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+#: A repository on the Hub, as far as a name shows it: a local folder may be called the same.
+#: source: huggingface_hub utils/_validators.py (validate_repo_id)
+_REPOSITORY = compile_when_used(rf"(?!.*(?:--|\.\.|\.git$)){_PART}/{_PART}")
+#: source: huggingface.co/docs/hub/repositories-licenses
+_LICENSE = compile_when_used(r"[a-z0-9.+-]{1,64}")
+_WORD = compile_when_used(r"[A-Za-z0-9_]{1,96}")
+#: The class that loads an architecture, by the end of its name.
+#: source: transformers models/auto/modeling_auto.py
+_LOADERS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
 
 
-def has_card(source: Source) -> bool:
-    """Return True if the checkpoint has a model card, even if the card is only next to the weights."""
-    own = [folder for folder in source.files.folders if folder.beside is None or folder.beside.is_file()]
-    return sidecar_files.first(own, CARD_NAME) is not None
+def is_copied(source: Source) -> bool:
+    """Return True if the checkpoint has a model card that is copied to the result.
+
+    Like the license, it is copied only from the folder of config.json.
+    """
+    config = source.model.config_file or sidecar_files.first(source.files.folders, "config.json")
+    if config is None or not source.model.hf_names:
+        return False
+    return CARD_NAME in sidecar_files.documents(source.files.folders, config)
 
 
-def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
-    """Draft a model card. The same checkpoint gives the same bytes: the card contains no date, host or path.
+def drafted(source: Source, config: Mapping[str, Any], bound: Bound, *, is_described: bool) -> str:
+    """Draft a model card, which is the same bytes for the same checkpoint: no date, host or path.
 
     Args:
         source: the declaration of the checkpoint.
@@ -165,11 +183,3 @@ def _origin(source: Source) -> str:
     ]
     article = "an" if source.framework[:1] in "AEIOU" else "a"
     return f"{article} {source.framework} checkpoint" + (f" ({', '.join(ranks)})" if ranks else "")
-
-
-def _base(config: Mapping[str, Any]) -> str | None:
-    """Return the repository from which the model was made, if the config states one."""
-    path = config.get("_name_or_path")
-    if not isinstance(path, str) or not _REPOSITORY.fullmatch(path):
-        return None
-    return f"`{path}`, from `_name_or_path` in config.json"
