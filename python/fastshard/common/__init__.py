@@ -1,1 +1,1 @@
-"""Modules that every room uses: errors, dtypes, options, safe reading of small files."""
+"""Modules that all other packages use: errors, dtypes, options, safe reading of small files."""

@@ -1,4 +1,4 @@
-"""Addresses of stores, where a path of this host may stand."""
+"""Addresses of object stores, which callers may pass instead of local paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADDRESS = compile_when_used(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def find_scheme(path: StrPath) -> str | None:
-    """Return the scheme of an address in lower case, such as ``s3``; None for a path of this host."""
+    """Return the scheme of an address in lower case, e.g. ``s3``; None for a local path."""
     found = _ADDRESS.match(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
     return None if found is None else found[1].lower()
 
@@ -37,12 +37,12 @@ def normalise_address(path: StrPath) -> str:
 
 
 def is_address(path: object) -> bool:
-    """Return True for the address of a store, such as ``s3://bucket/run``."""
+    """Return True for the address of a store, e.g. ``s3://bucket/run``."""
     return isinstance(path, str) and find_scheme(path) is not None
 
 
 def check_local(path: object) -> None:
-    """Refuse the address of a store where only a path of this host is read.
+    """Refuse the address of a store where only a local path is supported.
 
     Raises:
         FastshardError: ``FS514``.
@@ -55,7 +55,7 @@ def check_settings(settings: object) -> dict[str, str]:
     """Return the settings of stores that a caller passes as ``storage_options``.
 
     Raises:
-        FastshardError: ``FS515`` unless they are texts by name; values are not repeated.
+        FastshardError: ``FS515`` unless they map names to strings; the message does not repeat values.
     """
     if settings is None:
         return {}
@@ -73,7 +73,7 @@ def check_settings(settings: object) -> dict[str, str]:
 
 
 def make_upload_command(source: str, address: str) -> str:
-    """Return the command that copies a file of this host to an address."""
+    """Return the command that copies a local file to an address."""
     scheme, _, rest = address.partition("://")
     if scheme == "hf":
         names = rest.removeprefix("models/").split("/")

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parsing of human-readable sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_size(text: str | int, name: str = "size") -> int:
     """Return the number of bytes that a size such as ``5GB``, ``256MiB`` or ``4g`` (GiB) states.
 
     Raises:
-        FastshardError: ``FS515`` if the text is not a size.
+        FastshardError: ``FS515`` if the text is not a valid size.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text

@@ -1,6 +1,6 @@
-"""The codes of findings with names and descriptions, from the core's table (`rust/fastshard/src/codes.rs`).
+"""The codes of findings, with names and descriptions from the core's table (`rust/fastshard/src/codes.rs`).
 
-The table also states what findings of several codes have in common: ``finding.is_a("missing_tensor")``.
+The table also groups codes into classes: ``finding.is_a("missing_tensor")``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class Code(NamedTuple):
     code: str
     #: Short stable name.
     name: str
-    #: Severity of its findings, unless they have another.
+    #: Default severity of its findings.
     severity: str
-    #: Exit code of an error.
+    #: Exit code for an error of this code.
     exit: int
-    #: What it is called, in a few words.
+    #: A short title.
     title: str
-    #: What it means.
+    #: Its meaning.
     meaning: str
-    #: What to do, beginning with a verb; empty where only the finding can say it.
+    #: What to do, starting with a verb; empty if the advice depends on the finding.
     help: str
-    #: The check of a report that it fails.
+    #: The check in a report that fails because of it.
     check: str
 
 

@@ -11,9 +11,9 @@ from . import json_text
 if TYPE_CHECKING:
     import yaml
 
-#: Values at most in a config, aliases counted as often as they are used.
+#: Maximum number of values in a config; an alias counts each time it is used.
 _VALUES = 100_000
-#: What PyYAML raises for text that its own tags do not fit, besides errors of its own.
+#: Exceptions that PyYAML raises for values that do not fit their tags, besides its own errors.
 _MALFORMED = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 
 
@@ -79,7 +79,7 @@ def _loader() -> type[yaml.SafeLoader]:
 def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
     """Refuse a key that occurs twice in one mapping with different values.
 
-    PyYAML itself would take the last value.
+    PyYAML itself would use the last value.
 
     Raises:
         ValueError: with the key.
@@ -123,7 +123,8 @@ def checked(value: Any) -> Any:
     """Check that all integers in a value fit into 64 bits, and return the value.
 
     Raises:
-        ValueError: if an integer has more than 64 bits: results computed from it would not fit either.
+        ValueError: if an integer has more than 64 bits, because results computed from it would not fit
+            either.
     """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError("a number of more than 64 bits")

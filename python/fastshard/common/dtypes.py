@@ -37,7 +37,7 @@ ML_DTYPES_NAMES = {
 
 #: safetensors name -> torch dtype.
 TORCH_NAMES = NUMPY_NAMES | ML_DTYPES_NAMES
-#: Of the floating types of weights: safetensors name -> torch dtype.
+#: Floating-point types of weights: safetensors name -> torch dtype.
 TORCH_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 

@@ -1,4 +1,4 @@
-"""Findings, and the only tree of exceptions."""
+"""Findings, and the exception hierarchy."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ __all__ = [
 ]
 
 
-#: What is said of a run that ended before its result appeared. Another run may have published meanwhile.
+#: Message for a run that ended before its result appeared. Another run may have published one meanwhile.
 UNPUBLISHED = "this run wrote nothing to OUT"
 
-#: Words for exit codes: the same in the terminal and in Python.
+#: Names of the exit codes, the same in the terminal and in Python.
 VERDICTS = {0: "OK", 1: "BROKEN", 2: "COULD NOT RUN", 3: "INCOMPLETE"}
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """Return the exit code of findings: 0 done, 1 problems found, 2 could not run, 3 incomplete only."""
+    """Return the exit code of findings: 0 for success, 1 for problems, 2 for a failure to run, 3 if the
+    checkpoint is only incomplete."""
     return _core.exit_code(findings)
 
 
 class FastshardError(Exception):
     """Base of all errors: an operation was refused or failed.
 
-    ``findings`` has the reasons, the decisive one first.
+    ``findings`` lists the reasons, the decisive one first.
     """
 
     def __init__(self, findings: list[Finding]) -> None:
@@ -46,7 +47,7 @@ class FastshardError(Exception):
 
     @classmethod
     def of(cls, code: str, message: str, **where: Any) -> FastshardError:
-        """Makes an error with one finding, of the class that fits its exit code."""
+        """Makes an error with one finding; its exit code determines the class."""
         return error_for([Finding.of(code, message, **where)])
 
     @property
@@ -131,7 +132,7 @@ for _error in (FastshardError, ProblemError, CannotRunError, IncompleteError):
 
 
 def error_for(findings: list[Finding]) -> FastshardError:
-    """Return the exception for findings, of the class that fits their exit code."""
+    """Return the exception for findings; their exit code determines its class."""
     order = {"error": 0, "warning": 1, "note": 2}
     findings = sorted(findings, key=lambda f: order.get(f.severity, 3))
     classes = {1: ProblemError, 3: IncompleteError}

@@ -1,8 +1,8 @@
-"""Digests of small files at their first read in a call, to refuse a file that changes before it is read or
-copied again.
+"""Digests of small files at their first read in a call. A file that changes before it is read or copied again
+is refused.
 
-Anyone who may write to a checkpoint's folder could replace a file, also by a link to another one, between a
-decision and a copy.
+Otherwise anyone with write access to a checkpoint's folder could replace a file, or link it to another one,
+after it was checked and before it is copied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def kept() -> Iterator[None]:
 
 
 def current() -> dict[str, str]:
-    """Return the digests of the current call, which grow as it reads files; an empty dict outside a call."""
+    """Return the digests of the current call, which adds one for each file it reads; an empty dict outside a
+    call."""
     digests = _DIGESTS.get()
     return {} if digests is None else digests
 

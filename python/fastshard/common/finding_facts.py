@@ -1,4 +1,4 @@
-"""Facts of a finding as short texts: its files, and the tensors that cannot be used because of it."""
+"""Short texts about a finding: its files, and the tensors that cannot be used because of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .regex import compile_when_used
 
 __all__ = ["command_of", "effect_of", "files_of", "runs_of"]
 
-#: Names that are listed.
+#: Maximum number of names to list.
 _NAMED = 3
-#: The checkpoint, as a word of a command.
+#: The placeholder for the checkpoint in a command.
 _CKPT = compile_when_used(r"(?<!\S)CKPT(?!\S)")
 _NUMBER = compile_when_used(r"(\d+)")
 
@@ -52,7 +52,7 @@ def _layers(numbers: Sequence[range]) -> str:
 
 
 def _some(names: Sequence[str], count: int) -> str:
-    """Join the first of some names, and say how many more there are."""
+    """Join the first few names, and add the number of the others."""
     more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 
@@ -61,9 +61,9 @@ def command_of(run: str, command: Sequence[str], paths: Sequence[str]) -> str:
     """Complete a command of a finding's help so that a shell can run it.
 
     Args:
-        run: the finding's command: one about ``CKPT``, or options to add to the command that was run.
+        run: the finding's command: one that contains ``CKPT``, or options to add to the command that was run.
         command: the words of the command that was run.
-        paths: the checkpoint as it was given.
+        paths: the paths of the checkpoint, as the user passed them.
 
     >>> command_of("--memory 96MiB", ["fastshard", "verify", "a b", "--memory=8MiB"], ["a b"])
     "fastshard verify 'a b' --memory 96MiB"
@@ -96,7 +96,7 @@ def runs_of(runs: Sequence[range]) -> str:
 
 
 def files_of(files: Sequence[str]) -> str:
-    """Join file names into one text, with the number in which they differ in braces.
+    """Join file names into one text, with the numbers in which they differ in braces.
 
     >>> files_of(["layer_00-model_01.pt", "layer_02-model_01.pt"])
     'layer_{00,02}-model_01.pt'

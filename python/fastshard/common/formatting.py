@@ -11,7 +11,7 @@ _DIGITS = compile_when_used(r"\d+")
 
 
 def human(n: float) -> str:
-    """Format a number of bytes of storage with three digits: ``8.19 kB``."""
+    """Format a storage size in bytes with three digits: ``8.19 kB``."""
     for unit in ("B", "kB", "MB", "GB"):
         # What would be rounded up to 1000 is one of the next unit.
         if n < 999.5:
@@ -21,7 +21,7 @@ def human(n: float) -> str:
 
 
 def human_memory(n: float) -> str:
-    """Format a number of bytes of memory in MiB, the unit of ``--memory``."""
+    """Format a memory size in bytes in MiB, the unit of ``--memory``."""
     return f"{n / (1 << 20):,.0f} MiB"
 
 
@@ -31,7 +31,7 @@ def counted(count: int, what: str) -> str:
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """Join the first of some names, and say how many more there are."""
+    """Join the first few names, and add the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
@@ -72,7 +72,7 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escape characters that could affect the place where a text is shown.
+    """Escape characters that could affect the display around a text.
 
     These are control and direction characters, and bytes that are not text.
     """

@@ -19,7 +19,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class FrozenList(list[Any]):
-    """A list that cannot be changed. It remains a list, and is joined, compared and serialised as one."""
+    """A list that cannot be changed. It is still a list for concatenation, comparison and serialisation."""
 
     __slots__ = ()
     append = clear = extend = insert = pop = remove = reverse = sort = _refuse
@@ -61,9 +61,9 @@ class Freezable:
         super().__setattr__(name, value)
 
 
-#: What a collection becomes when it is frozen.
+#: The frozen type of each type of collection.
 _KINDS: dict[type, type] = {list: FrozenList, dict: FrozenDict, set: frozenset}
-#: What a collection becomes in a copy that can be changed, frozen or not.
+#: The mutable type of each type of collection, frozen or not.
 _THAWED = {frozen: kind for kind, frozen in _KINDS.items()} | {kind: kind for kind in _KINDS}
 
 

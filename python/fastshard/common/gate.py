@@ -27,12 +27,12 @@ class Gate:
     warnings: bool = False
     #: Codes whose warnings and notes count as errors.
     error: tuple[str, ...] = ()
-    #: Codes whose warnings and notes are put aside.
+    #: Codes whose warnings and notes are ignored.
     ignore: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fail_on: str | None = None, error: Iterable[str] = (), ignore: Iterable[str] = ()) -> Gate:
-        """Make the gate that options describe.
+        """Make a gate from options.
 
         Raises:
             FastshardError: ``FS515`` for an unknown word or code, or one that occurs twice.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from . import codes
 from .errors import FastshardError
 
-#: Digits of a whole number at most: one with more is beyond every float too. Tokenizers write 10**30 for no
-#: limit.
+#: Maximum number of digits of an integer; a longer one exceeds every float too. Tokenizers write 10**30 for
+#: "no limit".
 _MOST_DIGITS = 300
-#: Levels of objects and lists at most; what walks through them has a frame or two for each.
+#: Maximum nesting of objects and lists; code that traverses them uses a stack frame or two for each level.
 MOST_LEVELS = 100
 
 
@@ -23,7 +23,7 @@ class _TooLarge(NamedTuple):
 
 
 def load(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON of unknown origin; ``hook`` makes an object from its pairs.
+    """Parse JSON of unknown origin; ``hook`` builds an object from its key-value pairs.
 
     Raises:
         ValueError: if the text is damaged or too deep, or if an integer has too many digits (the message
@@ -86,7 +86,7 @@ def value(
     help: str | None = None,
     hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """Parse the JSON text of a file; ``hook`` makes an object from its pairs.
+    """Parse the JSON text of a file; ``hook`` builds an object from its key-value pairs.
 
     Raises:
         FastshardError: ``code``, with ``message``, if the text is damaged or too deep.
@@ -99,10 +99,11 @@ def value(
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from its pairs.
+    """Build an object from its key-value pairs.
 
     Raises:
-        ValueError: if a key occurs twice with different values: JSON readers themselves would take the last.
+        ValueError: if a key occurs twice with different values; JSON readers themselves would use the last
+            one.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -132,8 +133,8 @@ def indented(document: Any, by: int = 1) -> str:
 def indented_pieces(document: Any) -> Iterator[str]:
     """Yield the text of :func:`indented` in short pieces.
 
-    For many tensors the text takes more memory than their records, and all its pieces together several times
-    that.
+    For many tensors, the complete text takes more memory than their records, and a list of all its pieces
+    takes several times as much.
     """
     yield from json.JSONEncoder(indent=1).iterencode(document)
     yield "\n"
@@ -145,5 +146,5 @@ def compact(document: Any) -> str:
 
 
 def canonical(document: Any) -> str:
-    """Format a document as JSON that is the same for equal values, for digests and comparisons."""
+    """Format a document as canonical JSON, the same for equal values, for digests and comparisons."""
     return json.dumps(document, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: names and sizes, no content."""
+"""The files of a checkpoint: names and sizes, without content."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .records import dataclass, field
 from .regex import compile_when_used
 from .stored_places import show_text
 
-#: Endings of files of tensors that a reader opens one by one.
+#: Suffixes of tensor files that can be read independently of other files.
 READABLE_ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-#: Endings of all files of tensors, by which they are called so: parts of a store of arrays have none.
+#: Suffixes of all tensor files. Chunks of an array store have no suffix.
 _WEIGHTS = (*READABLE_ALONE, ".distcp")
-#: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint. A
-#: trainer's ``last.ckpt`` leads to a file that the trainer may have deleted since.
+#: Names of links that matter. A dangling link with another name is not a shard and does not affect the
+#: checkpoint. A trainer's ``last.ckpt`` may link to a file that the trainer has since deleted.
 _RELEVANT = (
     *(ending for ending in _WEIGHTS if ending != ".ckpt"),
     ".json",
@@ -32,7 +32,8 @@ _RELEVANT = (
     ".metadata",
     "latest",
 )
-#: Names that a checkpoint's readers open, besides: what is no regular file under one of them is missing.
+#: Other names that a checkpoint's readers open. Anything except a regular file with one of these names counts
+#: as missing.
 _READ = (
     *_RELEVANT,
     "latest_universal",
@@ -44,7 +45,7 @@ _READ = (
     ".model",
     "merges.txt",
 )
-#: Files that a folder cannot stand in for.
+#: Names that must be files: a folder with one of them is an error.
 _TEXTS = {
     "config.json",
     "layout.json",
@@ -53,21 +54,21 @@ _TEXTS = {
     ".metadata",
 }
 
-#: What tells the folder of an array in a store.
+#: Names that identify the folder of an array in a store.
 _ARRAY = (".zarray", "zarr.json")
 
-#: What tells the folder of all arrays of a store.
+#: Names that identify the folder of all arrays of a store.
 _STORE = ("_METADATA", "manifest.ocdbt")
 
-#: Files that say something about tensors and hold none: by their names, and by how these end.
+#: Names and suffixes of files that describe tensors but contain none.
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
 
 
-#: Most files looked at below one root: a checkpoint directory, not a whole disk.
+#: Maximum number of files below one root, which must be a checkpoint directory and not an entire disk.
 MAX_FILES = 2_000_000
 
-#: Beginnings of names of files that hold a trainer's other state.
+#: Prefixes of names of files with other trainer state.
 # source: transformers trainer.py, accelerate utils/constants.py, torchtitan and LLaMA-Factory checkpoints
 _SIDE_STATE = (
     "rng_state",
@@ -87,15 +88,15 @@ _SIDE_STATE = (
 
 #: `ORG/MODEL`.
 # source: huggingface_hub utils/_validators.py
-#: A path on another host, as ssh and rsync take it.
+#: A path on another host, in the form of ssh and rsync.
 _REMOTE = compile_when_used(r"(?P<host>(?:[\w.-]+@)?[A-Za-z0-9][\w.-]*):(?P<path>/?[^:]*[^:/]+/?)")
 _HUB_ID = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-#: An address of a store as a path.
+#: The address of a store after conversion to a path, which drops a slash.
 _ONE_SLASH = compile_when_used(r"(s3|gs|hf|https?):/[^/]")
 
 
 def holds_weights(name: str) -> bool:
-    """Return True if a file's name says that it holds weights instead of other state of a trainer."""
+    """Return True if a file's name indicates that it contains weights and not other trainer state."""
     return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)
 
 
@@ -126,14 +127,14 @@ class Listing:
     roots: list[Path]
     files: list[File]
     findings: list[Finding] = field(default_factory=list)
-    #: Set if one file was named, and nothing else. Several files are parts of one checkpoint, as several
-    #: folders are.
+    #: True if the caller named exactly one file. Several files are parts of one checkpoint, like several
+    #: folders.
     single: bool = False
-    #: The one file that was named, or the folder, for each root.
+    #: The file or folder that the caller named, for each root.
     named: list[Path] = field(default_factory=list)
-    #: Where links may lead: the roots, and the blobs of a Hugging Face cache.
+    #: Folders to which links may lead: the roots, and the blobs of a Hugging Face cache.
     links_within: tuple[Path, ...] = ()
-    #: Digests of the small files that were read of it, by absolute path.
+    #: Digests of the small files that were read from it, by absolute path.
     digests: dict[str, str] = field(default_factory=file_digests.current, repr=False, compare=False)
 
     def given(self) -> list[str]:
@@ -147,11 +148,11 @@ class Listing:
 
     @cached_property
     def closed(self) -> list[Finding]:
-        """Findings about directories that may not be read."""
+        """Findings about directories without read permission."""
         return [finding for finding in self.findings if finding.code == codes.PERMISSION]
 
     def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Drop findings that only follow from a directory that cannot be read.
+        """Drop findings that are only consequences of an unreadable directory.
 
         Files in such a directory are not missing, and a save with unreadable parts is not unfinished.
         """
@@ -180,7 +181,7 @@ class Listing:
 
     @cached_property
     def folders_named(self) -> dict[Path, list[int]]:
-        """Numbers of the roots that the caller named as folders, by their paths."""
+        """Maps paths of roots that the caller named as folders to their numbers."""
         found: dict[Path, list[int]] = {}
         for index, root in enumerate(self.roots):
             if self.by_itself(index) is None:
@@ -192,7 +193,7 @@ class Listing:
         return {file.path: file for file in reversed(self.files)}
 
     def folders(self) -> list[str]:
-        """List folders that contain files, shortest first."""
+        """List folders that contain files, shortest paths first."""
         return sorted(self._by_folder, key=lambda p: (p.count("/"), p))
 
     def within(self, folder: str) -> list[File]:
@@ -218,32 +219,32 @@ class Listing:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to search for files that accompany a model, and the places to which its links may lead.
+    """A folder to search for files that accompany a model, and the folders to which its links may lead.
 
-    A folder that the user named, or a folder inside it, is the user's choice: a link that leaves it is an
-    error, as for weights. Any other folder, above or next to the named path, may belong to someone else. A
-    file there is used only if nobody except the user, the administrator and the owner of the named path can
-    have put it there, and is skipped otherwise.
+    The user is responsible for a folder that the user named, and for folders inside it: a link that leaves it
+    is an error, as for weights. Any other folder, above or next to the named path, may belong to someone
+    else. A file there is used only if nobody except the user, the administrator and the owner of the named
+    path can have put it there; otherwise it is skipped.
     """
 
     path: Path
-    #: Where links may lead.
+    #: Folders to which links may lead.
     within: tuple[Path, ...]
-    #: For a folder that was not named: what was, above or beside which it lies.
+    #: For a folder that the user did not name: the named path that it is above or next to.
     beside: Path | None = None
-    #: True where it has been said already which files are not what their names say.
+    #: True if placeholder files in it have already been reported.
     sifted: bool = False
 
     @classmethod
     def named(cls, path: Path) -> Folder:
-        """Make a folder of a path that the caller named."""
+        """Make a folder from a path that the caller named."""
         return cls(path, linked(path))
 
     def file(self, name: str) -> Path | None:
         """Return the file with this name; None if it does not exist, or is skipped.
 
         Raises:
-            FastshardError: ``FS601`` if the name is not a file's, ``FS603`` for a link that leaves the
+            FastshardError: ``FS601`` if the name is not that of a file, ``FS603`` for a link that leaves the
                 folder, ``FS316`` for a pointer file, e.g. of Git LFS.
         """
         path = self.path / name
@@ -261,11 +262,12 @@ class Folder:
         return path
 
     def has(self, path: StrPath) -> bool:
-        """Return True if a path lies in this folder or below it."""
+        """Return True if a path is in this folder or below it."""
         return Path(path).is_relative_to(self.path)
 
     def check_opened(self, path: StrPath, descriptor: int) -> None:
-        """Check that the folder's rule for links allows an open file, even if its path has changed meanwhile.
+        """Check that an open file satisfies the folder's rule for links, even if its path has changed
+        meanwhile.
 
         Raises:
             FastshardError: ``FS603`` for a link that leaves the folder, ``FS506`` if the path leads to a
@@ -319,7 +321,7 @@ class Folder:
 
 
 def linked(root: Path) -> tuple[Path, ...]:
-    """List the folders that links of a folder may lead to.
+    """List the folders to which links in a folder may lead.
 
     These are the folder itself, and the blobs of the Hugging Face cache that contains it.
     """
@@ -334,7 +336,7 @@ def linked(root: Path) -> tuple[Path, ...]:
 def is_array(folder: Path) -> bool:
     """Return True if a folder contains an array of a store.
 
-    Such a folder may be named like a file of any format.
+    An array's folder may have the name of a file of any format.
     """
     return any((folder / name).is_file() for name in _ARRAY)
 
@@ -374,7 +376,7 @@ def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
     any name.
 
     Args:
-        name: the part of the path that is written there.
+        name: the part of the path that is written to them.
         path: path that the message names; default ``name``.
 
     Raises:
@@ -390,13 +392,13 @@ def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
 def list_roots(paths: Iterable[StrPath]) -> Listing:
     """List the files below each path; a path may be one file.
 
-    Symbolic links are followed where their target lies in one of the roots, or in the ``blobs`` folder of a
+    Symbolic links are followed if their target is in one of the roots, or in the ``blobs`` folder of a
     Hugging Face cache.
 
     Raises:
-        FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513`` for a
-            FIFO, a device or a socket, and if none of the files can hold tensors, ``FS514`` for an address of
-            another machine, ``FS515`` for an empty path.
+        FastshardError: ``FS501`` if a path does not exist, ``FS502`` without read permission, ``FS513`` for a
+            FIFO, a device or a socket, and if none of the files can contain tensors, ``FS514`` for an address
+            of another machine, ``FS515`` for an empty path.
     """
     roots: list[Path] = []
     files: list[File] = []

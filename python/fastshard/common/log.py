@@ -1,6 +1,6 @@
 """Logging to Python's logger ``fastshard``, off by default.
 
-The core logs to topics of the same logger; it looks for a listener at the start of each long call.
+The core logs to topics of the same logger; it checks for a listener at the start of each long call.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import sys
 
 __all__ = ["is_logged", "log", "log_to_stderr"]
 
-#: A level of logging, by which the command line logs to stderr: ``FASTSHARD_LOG=debug``.
+#: Environment variable with the level at which the command line logs to stderr: ``FASTSHARD_LOG=debug``.
 VARIABLE = "FASTSHARD_LOG"
 
 
-#: The level DEBUG of logging, which is not imported for it.
+#: The level DEBUG of the module ``logging``, which is not imported just for this value.
 _DEBUG = 10
 
 
 def is_logged(topic: str) -> bool:
     """Return True if a topic, e.g. ``findings``, has a listener.
 
-    In a program that does not use logging, none has.
+    In a program that does not use logging, no topic has one.
     """
     logging = sys.modules.get("logging")
     return logging is not None and logging.getLogger(f"fastshard.{topic}").isEnabledFor(_DEBUG)
@@ -37,7 +37,7 @@ def log(topic: str, message: str, *arguments: object) -> None:
 
 
 def log_to_stderr(level: str | None = None) -> None:
-    """Write the log to stderr from a level on: ``debug``, ``info`` or ``warning``.
+    """Log to stderr at a minimum level: ``debug``, ``info`` or ``warning``.
 
     None means the level of ``FASTSHARD_LOG``.
     """

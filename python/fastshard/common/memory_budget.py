@@ -1,6 +1,6 @@
-"""The memory budget of a call, for reading and planning before the engine divides it.
+"""The memory budget of a call, for reading and planning before the engine distributes it.
 
-Without a stated budget the default grows with the size of the plan, and nothing is refused.
+Without an explicit budget the default grows with the size of the plan, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .option_checks import checked, describe_later
 
 _LIMIT: ContextVar[int | None] = ContextVar("limit", default=None)
 
-#: Bytes of a store that are kept between reads, at most, and the part of a memory limit. Requests that are
-#: under way take as much again.
+#: Maximum number of bytes of a store that are cached between reads, and their share of a memory limit.
+#: Requests in flight take the same amount again.
 STORE_ROOM = 128 << 20
 PART_OF_STORES = 8
-#: Files smaller than this are read without asking.
+#: Files smaller than this are read without a check of the budget.
 _SMALL = 1 << 20
-#: Bytes of memory per byte of a text at least: it as bytes, as text, and what is made of it.
+#: Minimum bytes of memory per byte of a text: its bytes, the decoded text, and the parsed result.
 _PER_BYTE = 3
 
 P = ParamSpec("P")
@@ -42,7 +42,7 @@ def of(memory: str | int | None) -> Iterator[None]:
     """Apply a memory budget to the block; None keeps the current budget.
 
     Raises:
-        FastshardError: ``FS515`` if the value is not a size.
+        FastshardError: ``FS515`` if the value is not a valid size.
     """
     if memory is None:
         yield
@@ -55,7 +55,7 @@ def of(memory: str | int | None) -> Iterator[None]:
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function so that its argument ``memory`` limits everything that it reads and plans.
+    """Wrap a function so that its argument ``memory`` limits all memory for reading and planning.
 
     The wrapped function also checks its options, and sees the same content of a small file at each read.
     """
@@ -71,10 +71,10 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def ask(size: int, file: str | None = None, *, tensor: str | None = None) -> None:
-    """Check that the budget has room for reading ``size`` bytes of a file or of a tensor.
+    """Check that the budget suffices to read ``size`` bytes of a file or of a tensor.
 
     Raises:
-        FastshardError: ``FS512`` if reading takes more than the budget.
+        FastshardError: ``FS512`` if the read exceeds the budget.
     """
     limit = get_limit()
     if limit is None or size < _SMALL:

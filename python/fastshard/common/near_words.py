@@ -1,4 +1,4 @@
-"""The known word that an unknown one was probably meant to be."""
+"""Suggestions for misspelt words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import os
 from collections.abc import Iterable
 
-#: Known words that are compared letter by letter.
+#: Maximum number of known words to compare letter by letter.
 _COMPARED = 256
 
 

@@ -13,11 +13,12 @@ from .formatting import human, printable
 
 __all__ = ["Bar", "figure", "shape", "table", "text"]
 
-#: Rows of a table; of more it says how many there are.
+#: Maximum number of rows of a table; below a longer one, the total is stated.
 _ROWS = 200
-#: Findings that are listed.
+#: Maximum number of findings to list.
 _FINDINGS = 20
-#: Told apart by the mark and the word too, never by the colour alone. Readable on white and on black.
+#: Mark and colour of each severity. Mark and word also distinguish them, so colour is never the only cue. The
+#: colours are readable on white and on black.
 _MARKS = {"error": ("✕", "#d55e00"), "warning": ("!", "#b07400"), "note": ("·", "#808080")}
 _CELL = "padding:.1em .7em;text-align:left;vertical-align:top;border-bottom:1px solid rgba(128,128,128,.3);"
 _NUMBER = _CELL + "text-align:right;font-variant-numeric:tabular-nums;"
@@ -41,7 +42,7 @@ def shape(extents: Iterable[int]) -> str:
 
 
 def figure(x: float | None) -> str:
-    """Format a number of statistics; integers in full."""
+    """Format a number in statistics; integers are shown in full."""
     return "" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"
 
 
@@ -62,7 +63,7 @@ def table(
         rows: their cells: texts, integers, and bars; the function reads only the rows that it shows.
         count: total number of rows.
         findings: findings to show.
-        below: the line.
+        below: the line below the table.
     """
     lines = [f"<p style='margin:.4em 0'><b>{text(title)}</b></p>", _findings(list(findings))]
     if count:

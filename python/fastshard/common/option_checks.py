@@ -32,8 +32,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     Raises:
         TypeError: for an option that the function does not have.
-        FastshardError: ``FS515`` or ``FS211`` for a value that the option cannot have; the message names the
-            option.
+        FastshardError: ``FS515`` or ``FS211`` for an invalid value; the message names the option.
     """
     # Once: this runs when the package is imported, and `inspect` would take a tenth of every start.
     plain = _unwrap(function)
@@ -62,12 +61,12 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def describe_later(called: Callable[..., Any]) -> None:
-    """Note a checked function, or its wrapper, whose options :func:`describe_options` describes."""
+    """Register a checked function, or its wrapper, so that :func:`describe_options` describes its options."""
     _undescribed.append(called)
 
 
 def describe_options() -> None:
-    """Make ``help()`` list the options of the types that functions unpack along with the others."""
+    """Make ``help()`` also list the options of the types that functions unpack."""
     import inspect
 
     while _undescribed:
@@ -101,7 +100,7 @@ def _unpacked(function: FunctionType) -> list[str]:
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a function's options: those it lists, and those of the type that it unpacks."""
+    """Return the names of a function's options: its own, and those of the type that it unpacks."""
     plain = _unwrap(function)
     code = plain.__code__
     listed = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
@@ -114,11 +113,10 @@ def _hint(option: str, function: str, known: Iterable[str]) -> str:
 
 
 def value(name: str, given: Any) -> Any:
-    """Check the value of an option and return it in the form that functions take.
+    """Check the value of an option and return it in the form that functions expect.
 
     Raises:
-        FastshardError: ``FS515`` for a value that the option cannot have, ``FS211`` for a text that is not a
-            number.
+        FastshardError: ``FS515`` for an invalid value, ``FS211`` for a text that is not a number.
     """
     option = ALL.get(name)
     if option is None or (given is None and option.default is None and option.kind != "source"):
@@ -134,7 +132,7 @@ def value(name: str, given: Any) -> Any:
 
 
 def check_finite(name: str, given: float | None, *, least: float = -math.inf) -> None:
-    """Check that the number of an option is not below its minimum, and not NaN, which no comparison refuses.
+    """Check that the number of an option is not below its minimum and not NaN, which passes every comparison.
 
     Raises:
         FastshardError: ``FS515``.
@@ -213,7 +211,7 @@ def _pair(option: Option, given: Any) -> tuple[int, int]:
     return numbers
 
 
-#: How a value of each kind is looked at.
+#: The function that checks values of each kind.
 _CHECKS: dict[str, Callable[[Option, Any], Any]] = {
     "words": _words,
     "patterns": _words,
@@ -231,5 +229,5 @@ _CHECKS: dict[str, Callable[[Option, Any], Any]] = {
 
 
 def refused(name: str, expected: str, given: Any) -> FastshardError:
-    """Make the error for a value that an option cannot have."""
+    """Make the error for an invalid value of an option."""
     return FastshardError.of(codes.USAGE, name, expected=expected, got=repr(given))

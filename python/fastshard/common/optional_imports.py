@@ -10,8 +10,8 @@ from .errors import FastshardError
 
 __all__ = ["EXTRAS", "imported", "install"]
 
-#: What each extra asks for: as in pyproject.toml (tests/project/test_constraints.py), since an installed
-#: extra has no name of its own.
+#: Requirements of each extra, the same as in pyproject.toml (tests/project/test_constraints.py), because an
+#: installed package does not record its extras.
 EXTRAS = {
     "bf16": ("ml-dtypes>=0.4",),
     "orbax": ("tensorstore>=0.1.60", "ml-dtypes>=0.4"),

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from .records import asdict, dataclass, replace
 
-#: A path as callers give it.
+#: A path, as callers pass it.
 StrPath = str | os.PathLike[str]
-#: Types of floating tensors in a result.
+#: Dtypes of floating-point tensors in a result.
 Dtype = Literal["keep", "bf16", "f16", "f32"]
-#: What ``accept`` takes: all of it but ``copies=GLOB``.
+#: Values of ``accept``, except ``copies=GLOB``.
 ACCEPTABLE = (
     "uncommitted",
     "elided-zeros",
@@ -25,14 +25,14 @@ ACCEPTABLE = (
     "part",
     "unconditional",
 )
-#: Ranks of one parallel dimension at most; no run has as many.
+#: Maximum number of ranks of one parallel dimension; no run has as many.
 MAX_DEGREE = 1 << 16
-#: Severities from which on a finding is an error.
+#: Severities at or above which a finding can be made an error.
 FAIL_ON = ("error", "warning")
 
-#: How the values of an option are checked: ``words`` and ``patterns`` are lists of texts; a ``degree`` is a
-#: number of ranks; a ``size`` says something of the checkpoint; a ``choice`` is one of several words; ``any``
-#: is checked where it is used.
+#: How the values of an option are checked: ``words`` and ``patterns`` are lists of strings; a ``degree`` is a
+#: number of ranks; a ``size`` describes the checkpoint; a ``choice`` is one of several words; ``any`` is
+#: checked where it is used.
 Kind = Literal[
     "any",
     "choice",
@@ -57,19 +57,19 @@ class Option:
     kind: Kind
     help: str
     default: Any = None
-    #: What stands for the value on the command line.
+    #: Placeholder for the value on the command line.
     metavar: str | None = None
-    #: The words of a ``choice``; of a ``switch`` those by which the command line calls True and False.
+    #: The words of a ``choice``; for a ``switch``, the command line's words for True and False.
     choices: tuple[str, ...] = ()
     #: The largest value of a ``size``.
     most: int = (1 << 48) - 1
-    #: As the API calls it.
+    #: Its name in the API.
     name: str = ""
-    #: What the API's pages say of it, where that is more than the command line's help.
+    #: Its description in the API reference, if that is longer than the command line's help.
     meaning: str = ""
-    #: False where each of several processes that make a result together may choose for itself.
+    #: False if the processes that write a result together may have different values.
     is_common: bool = True
-    #: False for what only the API takes.
+    #: False if only the API has the option.
     is_on_command_line: bool = True
 
     @property
@@ -192,7 +192,7 @@ class Source(TypedDict, total=False):
 
 
 class Gating(TypedDict, total=False):
-    """Options that choose which findings are errors."""
+    """Options that select which findings are errors."""
 
     fail_on: Annotated[
         Literal["error", "warning"] | None,
@@ -217,7 +217,7 @@ class Gating(TypedDict, total=False):
 
 
 class Vocabulary(TypedDict, total=False):
-    """Options that state the number of tokens."""
+    """Options for the vocabulary size."""
 
     vocab_size: Annotated[
         int | None, Option("size", "true vocabulary size; rows beyond it are dropped", metavar="N")
@@ -225,7 +225,7 @@ class Vocabulary(TypedDict, total=False):
 
 
 class Against(TypedDict, total=False):
-    """References that functions compare a checkpoint with when they open it."""
+    """References with which functions compare a checkpoint when they open it."""
 
     like: Annotated[
         StrPath | None,
@@ -257,7 +257,7 @@ class Threaded(Source, Gating, Threads, total=False):
 
 
 class Placing(TypedDict, total=False):
-    """Options of targets. Each target lists those that it supports."""
+    """Options of targets. Each target lists the options that it supports."""
 
     tp: Annotated[int, Option("degree", "tensor-parallel degree of the result", 1, metavar="N")]
     pp: Annotated[int, Option("degree", "pipeline-parallel degree of the result", 1, metavar="N")]
@@ -325,14 +325,14 @@ class Planned(Threaded, Against, Placing, total=False):
 
 
 class Choosing(TypedDict, total=False):
-    """Options that choose tensors."""
+    """Options that select tensors."""
 
     include: Annotated[Iterable[str], Option("patterns", "only these tensors", (), metavar="GLOB")]
     exclude: Annotated[Iterable[str], Option("patterns", "not these tensors", (), metavar="GLOB")]
 
 
 class ValueOptions(Choosing, total=False):
-    """Options for the values of a result's tensors, under any names."""
+    """Options for the values of a result's tensors, independent of their names."""
 
     dtype: Annotated[
         Dtype,
@@ -379,11 +379,11 @@ class ValueOptions(Choosing, total=False):
 
 
 class Shaping(ValueOptions, Placing, total=False):
-    """Options that choose how tensors are converted."""
+    """Options that control how tensors are converted."""
 
 
 class Sharding(TypedDict, total=False):
-    """Options that choose how tensors are divided into files."""
+    """Options that control how tensors are divided into files."""
 
     max_shard_size: Annotated[
         str | int, Option("any", "maximum bytes of tensors in a file (default: 5GB)", "5GB", metavar="SIZE")
@@ -550,7 +550,7 @@ class Memory(TypedDict, total=False):
 
 
 class Requested(TypedDict, total=False):
-    """Options that choose how a result is written, the fields of a :class:`WriteRequest`."""
+    """Options that control how a result is written, the fields of a :class:`WriteRequest`."""
 
     resume: Annotated[bool, Option("switch", "continue an interrupted run of the same plan", False)]
     overwrite: Annotated[
@@ -605,7 +605,7 @@ class Requested(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """One write as its caller chooses it, with a value for each option of :class:`Requested`."""
+    """The settings of one write, with a value for each option of :class:`Requested`."""
 
     resume: bool
     overwrite: bool
@@ -641,7 +641,7 @@ class WriteOptions(Writing, Requested, total=False):
 
 
 class Publishing(Memory, Requested, total=False):
-    """Options that choose how a result is written, with the memory limit and the progress callback."""
+    """Options that control how a result is written, with the memory limit and the progress callback."""
 
     progress: Annotated[
         Any, Option("any", "report progress on stderr, or to a function of (bytes done, total bytes)", False)
@@ -671,7 +671,7 @@ class Ranked(TypedDict, total=False):
 
 
 class Lending(TypedDict, total=False):
-    """An option for checkpoints that are divided among the ranks' own disks."""
+    """The option for checkpoints that are distributed over the ranks' own disks."""
 
     node_local: Annotated[
         bool,
@@ -708,7 +708,7 @@ class Spread(Published, Clustered, Lending, total=False):
     """Options of :func:`fastshard.ray.merge`, besides the source and the destination."""
 
 
-#: Arguments and options that single functions list themselves.
+#: Arguments and options that individual functions declare themselves.
 _OF_FUNCTIONS = {
     "source": Option("source", "a path, several node-local ones, or an opened checkpoint"),
     "a": Option("source", "one checkpoint"),
@@ -725,7 +725,7 @@ _OF_FUNCTIONS = {
 
 @functools.cache
 def table(kind: type) -> dict[str, Option]:
-    """Return the options that a type of this module lists, by name and in its order."""
+    """Return the options of a type in this module, by name, in the type's order."""
     return {name: replace(hint.__metadata__[0], name=name) for name, hint in kind.__annotations__.items()}
 
 

@@ -1,4 +1,4 @@
-"""Regular expressions of unknown origin: the core matches them within a budget of steps for each file."""
+"""Regular expressions of unknown origin. The core matches them with a budget of steps for each file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PatternBudget", "PatternList"]
 
 
 class PatternList:
-    """Patterns in their order.
+    """An ordered list of patterns.
 
     Args:
         texts: the patterns.
@@ -38,7 +38,7 @@ class PatternList:
         """Return the number of the first pattern that matches a name.
 
         Raises:
-            FastshardError: ``FS514`` if the patterns of the file take more steps than its budget has.
+            FastshardError: ``FS514`` if the patterns of the file exceed its budget of steps.
         """
         try:
             return self._core.first(name)

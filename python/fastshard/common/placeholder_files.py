@@ -1,5 +1,5 @@
-"""Placeholders instead of files: a pointer of Git LFS, a saved web page, an empty file. The core reports
-those that take the place of weights.
+"""Placeholders instead of files: a Git LFS pointer, a saved web page, an empty file. The core reports
+placeholders for weights.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .records import replace
 
 __all__ = ["is_known", "near", "sifted"]
 
-#: Indices, configs and files of tokenizers, which readers take by name. Tests hold this against the modules
-#: that do.
+#: Names of indices, configs and tokenizer files, which readers open by name. Tests compare this list with
+#: those readers.
 _NAMES = (
     "config.json",
     "adapter_config.json",
@@ -43,14 +43,14 @@ _ENDS = (".index.json", ".tiktoken")
 
 
 def is_known(name: str) -> bool:
-    """Return True if a name is that of a text file that readers of a checkpoint look for."""
+    """Return True for the name of a text file that checkpoint readers look for."""
     return name in _NAMES or name.endswith(_ENDS)
 
 
 def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
     """Remove placeholders from a listing, and make a finding for each, by path.
 
-    Files of weights stay: their readers report placeholders among them.
+    Weight files stay in the listing, because their readers report placeholders.
     """
     if listing.single:
         return listing, {}
@@ -67,7 +67,8 @@ def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
 
 
 def near(found: dict[str, Finding], folders: Iterable[str]) -> list[Finding]:
-    """Return the findings for files in the folders that were read, and above; nothing reads other files.
+    """Return the findings for files in the folders that were read and in their parents; other files are never
+    read.
 
     Args:
         found: findings for such files, by path.

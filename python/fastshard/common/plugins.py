@@ -1,4 +1,4 @@
-"""Adapters, targets and layout tables that other installed packages register by entry points."""
+"""Adapters, targets and layout tables that other installed packages register with entry points."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = [
 
 #: Groups of entry points.
 ADAPTERS, TARGETS, LAYOUTS = "fastshard.adapters", "fastshard.targets", "fastshard.layouts"
-#: ``off`` leaves all of them out.
+#: Environment variable; ``off`` disables all plugins.
 VARIABLE = "FASTSHARD_PLUGINS"
-#: A package is looked into if ``fastshard`` is a part of its name: to read the entry points of all packages
-#: would take longer than most commands.
+#: Only packages with ``fastshard`` in their names are read, because reading the entry points of all packages
+#: takes longer than most commands.
 _METADATA = re.compile(r"(?i)(?!fastshard-\d).*fastshard.*\.(?:dist|egg)-info$")
 
 
 def find_plugins(group: str) -> dict[str, str]:
     """Find the entry points of a group: the place of each object (``module:name``), by its name.
 
-    Only packages on the paths from which Python imports are read, and never the current directory, which may
-    hold a checkpoint. Nothing is imported.
+    The function reads only packages on Python's import path, and never the current directory, which may
+    contain a checkpoint. It imports nothing.
 
     Raises:
         FastshardError: ``FS515`` if the entry points of a package cannot be read.
@@ -49,7 +49,7 @@ def find_plugins(group: str) -> dict[str, str]:
 
 @cache
 def _read_entry_points() -> dict[str, dict[str, str]]:
-    """Read the entry points of all packages, by group; of two with one name the first counts."""
+    """Read the entry points of all packages, by group; the first of two with the same name counts."""
     if os.environ.get(VARIABLE, "").lower() == "off":
         return {}
     found: dict[str, dict[str, str]] = {}
@@ -107,10 +107,10 @@ def load_plugin(group: str, name: str) -> Any:
 
 @contextmanager
 def explain_failure(group: str, name: str) -> Iterator[None]:
-    """Turn what an installed package raises into a finding that names it.
+    """Convert an exception of an installed package into a finding that names the package.
 
     Raises:
-        FastshardError: ``FS515``; or what fastshard itself raised.
+        FastshardError: ``FS515``, or the exception that fastshard itself raised.
     """
     try:
         yield

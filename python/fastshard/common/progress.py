@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import Finding
 
-#: Called with (bytes done, bytes in all).
+#: Called with (bytes done, total bytes).
 Callback = Callable[[int, int], object]
 #: How progress is shown; see :class:`Progress`.
 Report = bool | str | Callback
@@ -21,9 +21,9 @@ class Progress:
     """Draws the progress of one or more phases.
 
     Args:
-        mode: False or ``none`` draws nothing; True or ``auto`` a bar if stderr is a terminal;
-            ``plain`` a line every ten seconds, ``figures`` the same and no findings, which are printed
-            elsewhere; a function is called with (bytes done, bytes in all).
+        mode: False or ``none`` draws nothing; True or ``auto`` draws a bar if stderr is a terminal; ``plain``
+            prints a line every ten seconds, and ``figures`` does so without findings, which are printed
+            elsewhere; a function is called with (bytes done, total bytes).
     """
 
     def __init__(self, mode: Report = False) -> None:
@@ -72,7 +72,7 @@ class Progress:
             self._bar.stop()
 
     def tell(self, finding: Finding) -> None:
-        """Print a finding before the work that it concerns."""
+        """Print a finding before the work to which it applies."""
         if self._bar is not None:
             self._bar.console.print(str(finding), markup=False, highlight=False)
         elif self._mode == "plain":

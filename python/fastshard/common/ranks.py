@@ -1,4 +1,4 @@
-"""Ranks of the run that wrote a checkpoint: a number, or a range, on each dimension of its mesh."""
+"""Ranks of the run that wrote a checkpoint: a number or a range for each dimension of its mesh."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TypeAlias
 
 __all__ = ["Coords", "Rank", "RankRanges", "do_meet", "format_rank", "is_among", "is_within", "rank_range"]
 
-#: One rank, e.g. ``{"tp": 1, "pp": 0}``. A dimension that is missing may have any number.
+#: One rank, e.g. ``{"tp": 1, "pp": 0}``. A missing dimension matches any number.
 Rank: TypeAlias = Mapping[str, int]
 #: One rank or several, e.g. ``{"tp": range(3, 6), "pp": 1}``.
 Coords: TypeAlias = Mapping[str, int | range]
 
-#: Ranks as a finding has them: numbers in a row, of each dimension.
+#: Ranks in a finding: ranges of consecutive numbers for each dimension.
 RankRanges: TypeAlias = Mapping[str, Sequence[range]]
 
 
 def do_meet(one: Sequence[range], other: Sequence[range]) -> bool:
-    """Return True if two sets of ranges have a number in common.
+    """Return True if two lists of ranges have a number in common.
 
     >>> do_meet([range(0, 4)], [range(3, 5)]), do_meet([range(0, 4)], [range(4, 5)])
     (True, False)
@@ -28,7 +28,7 @@ def do_meet(one: Sequence[range], other: Sequence[range]) -> bool:
 def is_among(rank: Rank, coords: RankRanges) -> bool:
     """Return True if a rank is one of several.
 
-    A dimension that either side lacks does not matter.
+    A dimension that only one side has is ignored.
 
     >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]})
     True
@@ -39,7 +39,7 @@ def is_among(rank: Rank, coords: RankRanges) -> bool:
 
 
 def is_within(rank: Rank, coords: RankRanges) -> bool:
-    """Return True if a rank has all dimensions of some ranks and is one of them.
+    """Return True if a rank is one of some ranks and has all of their dimensions.
 
     >>> is_within({"tp": 1, "pp": 0}, {"tp": [range(0, 2)]}), is_within({"tp": 1}, {"pp": [range(3, 4)]})
     (True, False)

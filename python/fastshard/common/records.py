@@ -1,9 +1,9 @@
-"""Dataclasses that cost almost nothing until the first instance is made.
+"""Dataclasses that cost almost nothing until the first instance is created.
 
-The standard library's decorator compiles six methods for each class when a module is imported, half a
-millisecond each, although a run uses few of the classes. This one compiles ``__init__`` when the first
-instance is made; all other methods are shared. The functions of the module ``dataclasses`` (``fields``,
-``asdict``, ``replace``) accept these classes.
+The standard library's decorator compiles six methods for each class at import, which takes half a millisecond
+per class, although a run uses few of the classes. This one compiles ``__init__`` when the first instance is
+created; all other methods are shared. The functions of the module ``dataclasses`` (``fields``, ``asdict``,
+``replace``) accept these classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ else:
     _MISSING = _Missing()
 
     class _Options:
-        """Options of a field, as :func:`field` takes them."""
+        """Options of a field, the arguments of :func:`field`."""
 
         __slots__ = ("compare", "default", "factory", "repr")
 
@@ -32,11 +32,11 @@ else:
             self.default, self.factory, self.repr, self.compare = default, factory, repr, compare
 
     def field(*, default=_MISSING, default_factory=_MISSING, repr=True, compare=True):
-        """Describe a field, like :func:`dataclasses.field`; no other options exist."""
+        """Describe a field, like :func:`dataclasses.field`, but with only these options."""
         return _Options(default, default_factory, repr, compare)
 
     def dataclass(cls=None, /, *, frozen=False):
-        """Make a class a dataclass, like :func:`dataclasses.dataclass`; no other options exist."""
+        """Make a class a dataclass, like :func:`dataclasses.dataclass`, but with only these options."""
         return _prepare(cls, frozen) if cls is not None else lambda cls: _prepare(cls, frozen)
 
     def replace(record, /, **changes):
@@ -184,7 +184,7 @@ else:
         return __setattr__, __delattr__
 
     class _Signature:
-        """A descriptor that the module ``inspect`` reads first. It compiles the method at that time."""
+        """A descriptor that the module ``inspect`` reads first, and that then compiles the method."""
 
         def __init__(self, cls, frozen):
             self.cls, self.frozen = cls, frozen

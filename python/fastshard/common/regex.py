@@ -1,4 +1,4 @@
-"""Regular expressions that are compiled on first use, as a run uses few of those that its modules define."""
+"""Regular expressions that are compiled on first use, because a run uses only a few of them."""
 
 from __future__ import annotations
 

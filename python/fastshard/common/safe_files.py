@@ -1,8 +1,8 @@
-"""Safe access to regular files: the only module that opens files of a checkpoint or files that a user names.
+"""Safe access to regular files. Only this module opens files of a checkpoint or files that a user names.
 
 Opening a FIFO could block, reading a device could never end, and a file may have been replaced since it was
-listed. So this module opens files without blocking, examines them through the descriptor, and reads at most a
-given number of bytes, whatever size is reported.
+listed. So this module opens files without blocking, checks them through the descriptor, and reads at most a
+given number of bytes, regardless of the reported size.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .errors import FastshardError, Finding, error_for, from_core
 from .near_words import nearest
 from .options import StrPath
 
-#: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
+#: Maximum size in bytes of a text that describes a checkpoint, such as a config or a tokenizer.
 MAX_TEXT = 64 << 20
-#: Bytes at most of an index, which names every tensor; what is written has no larger one.
+#: Maximum size in bytes of an index, which names every tensor; results never have a larger one.
 MAX_INDEX = 512 << 20
-#: Bytes at most of a config or a layout that a user names.
+#: Maximum size in bytes of a config or a layout that a user names.
 MAX_CONFIG = 16 << 20
 
-#: Texts that say something if they hold anything.
+#: Suffixes of text files that are never empty.
 _NEVER_EMPTY = (".json", ".model", ".tiktoken")
-#: Bytes that tell what a file is. No pointer of Git LFS is longer.
+#: Number of bytes that identify a file's kind. No Git LFS pointer is longer.
 _HEAD = 1024
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE = 1 << 20
@@ -52,7 +52,7 @@ def special(mode: int) -> str | None:
 
 
 def unfit(path: StrPath, kind: str, code: str = codes.UNSAFE_HEADER) -> Finding:
-    """Make the finding for a path that should be a regular file and is of another ``kind``."""
+    """Make the finding for a path that should be a regular file but is of another ``kind``."""
     folder = kind == _KINDS[stat.S_IFDIR]
     return Finding.of(
         code,
@@ -67,11 +67,11 @@ def unfit(path: StrPath, kind: str, code: str = codes.UNSAFE_HEADER) -> Finding:
 
 
 def is_file(path: StrPath, code: str = codes.UNSAFE_HEADER) -> bool:
-    """Return True for a regular file or a link to one; False if nothing has that name.
+    """Return True for a regular file or a link to one; False if the name does not exist.
 
     Raises:
-        FastshardError: ``code`` if the name is not a regular file's, ``FS502`` or ``FS507`` if the system
-            refuses access to it, which does not mean that it is missing.
+        FastshardError: ``code`` if the name is not that of a regular file, ``FS502`` or ``FS507`` if the
+            system refuses access, which does not mean that the file is missing.
     """
     try:
         kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
@@ -94,11 +94,11 @@ def opened(
         path: the file.
         label: how messages name it; default the path.
         code: code of the finding if the path is not a regular file.
-        most: number of bytes to read, for a file that comes from another host.
+        most: number of bytes to read, for a file on another host.
 
     Raises:
-        FastshardError: ``code``; ``FS501`` if the file does not exist, ``FS502`` if it may not be read,
-            ``FS507`` for other errors of the system.
+        FastshardError: ``code``; ``FS501`` if the file does not exist, ``FS502`` without read permission,
+            ``FS507`` for other system errors.
     """
     name = label or os.fspath(path)
     try:
@@ -252,9 +252,10 @@ def read_object(path: StrPath, limit: int) -> dict[str, Any]:
 
 
 def stand_in(path: StrPath, label: str | None = None) -> Finding | None:
-    """Return a finding if a text file is not what its name says; else None.
+    """Return a finding if a text file is a placeholder instead of the file that its name indicates; else
+    None.
 
-    Examples are a pointer of Git LFS, a web page, and an empty file.
+    Examples are a Git LFS pointer, a web page, and an empty file.
 
     Args:
         path: an index, a config or a file of a tokenizer.
@@ -292,7 +293,7 @@ def same(one: StrPath, other: StrPath) -> bool:
 
 
 def replaceable(path: StrPath) -> Path:
-    """Resolve the path at which to write a file: a regular file or a free name, with links followed.
+    """Resolve the path at which to write a file, an existing regular file or a free name; links are followed.
 
     Raises:
         FastshardError: ``FS515`` if the path is of another kind; ``FS501`` if its folder is missing.
@@ -381,7 +382,7 @@ def _cannot(error: OSError, name: str) -> FastshardError:
     return error_for([system_finding(error, name)])
 
 
-#: Codes of what the system says of files.
+#: Codes for system errors about files.
 _OF_SYSTEM = {
     errno.EACCES: codes.PERMISSION,
     errno.EPERM: codes.PERMISSION,
@@ -396,9 +397,9 @@ _OF_SYSTEM = {
 def system_finding(
     error: OSError, name: str | None, doing: str = "cannot read", help: str | None = None
 ) -> Finding:
-    """Convert an error of the system about a file into a finding.
+    """Convert a system error about a file into a finding.
 
-    For a directory that may not be entered, the finding names the directory.
+    If permission to enter a directory is missing, the finding names the directory.
 
     Args:
         error: the system's error.
@@ -442,7 +443,7 @@ def check_folder(folder: StrPath) -> Path:
 
 
 def closed(folder: StrPath) -> Finding:
-    """Make the finding for a directory that may not be listed or entered."""
+    """Make the finding for a directory without permission to list or enter it."""
     return Finding.of(
         codes.PERMISSION,
         "this user has no permission to read the directory",
@@ -455,7 +456,7 @@ def closed(folder: StrPath) -> Finding:
 def path_help(path: str) -> str:
     """Return advice about a path that does not exist.
 
-    The advice names a path next to it with a similar name, if there is one.
+    The advice suggests a path in the same folder with a similar name, if there is one.
     """
     folder, name = os.path.split(os.path.normpath(path))
     try:

@@ -1,4 +1,4 @@
-"""Options that targets take, as targets list them."""
+"""The options of targets, as the targets list them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TP, PP, EP, ETP, MULTIPLE, SCAN_AXIS = (
 )
 FUSED_QKV, ROPE_TYPE = _OF["fused_qkv"], _OF["rope_type"]
 STACKED_EXPERTS, ZARR2, CARD = _OF["stacked_experts"], _OF["zarr2"], _OF["card"]
-#: All of them, as they are listed.
+#: All options of targets, in the order of the table.
 OPTIONS = tuple(_OF.values())
 
 

@@ -7,7 +7,7 @@ import os
 from . import codes
 from .errors import FastshardError
 
-#: Threads at most; no machine has as many cores.
+#: Maximum number of threads; no machine has as many cores.
 MAX_THREADS = 1 << 14
 
 

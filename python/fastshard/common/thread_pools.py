@@ -17,8 +17,8 @@ __all__ = ["stoppable_pool"]
 def stoppable_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
     """Open a pool of threads, and an event that is set when the block ends with an exception.
 
-    The pool waits for its threads, so each must check the event between two pieces of its work. The pool
-    cancels work that has not begun.
+    The pool waits for its threads, so each must check the event between steps of its work. The pool cancels
+    work that has not started.
     """
     # Few runs need it, and importing it takes its time.
     from concurrent.futures import ThreadPoolExecutor

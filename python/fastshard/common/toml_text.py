@@ -8,9 +8,10 @@ from typing import Any
 
 from .regex import compile_when_used
 
-#: Levels of lists and tables at most, and parts of a key.
+#: Maximum nesting of lists and tables, and maximum number of parts of a key.
 _MOST = 100
-#: Strings, comments, and the signs that open, close and divide; a quote alone is a string without an end.
+#: Strings, comments, and the characters that open, close and separate; a lone quote is an unterminated
+#: string.
 _SIGN = compile_when_used(
     r'"""(?:[^\\]|\\.)*?"""|' r"'''.*?'''|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'|#[^\n]*|[\[\]{}.=,\n\"']",
     re.DOTALL,
@@ -21,8 +22,8 @@ def load(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        ValueError: if the text is damaged, is too deep, or has a key of too many parts, which Python's own
-            reader does not finish reading.
+        ValueError: if the text is damaged, nested too deeply, or has a key with too many parts, on which
+            Python's own parser would hang.
     """
     if sys.version_info >= (3, 11):
         import tomllib

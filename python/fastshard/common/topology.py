@@ -1,4 +1,4 @@
-"""Ranks of a model that tensor, pipeline and expert parallelism divide.
+"""Ranks of a model under tensor, pipeline and expert parallelism.
 
 source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp);
 megatron/training/checkpointing.py (get_checkpoint_name) for the files that ranks save
@@ -16,8 +16,8 @@ from .records import dataclass
 class Topology:
     """Parallel degrees.
 
-    The ranks of a stage are counted twice, from the same first one: for the tensors of experts by ``etp`` and
-    ``ep``, for all others by ``tp``.
+    The ranks of a stage are numbered in two ways, from the same first rank: by ``etp`` and ``ep`` for the
+    tensors of experts, and by ``tp`` for all others.
     """
 
     tp: int = 1
@@ -34,11 +34,11 @@ class Topology:
 
     @property
     def shares_files(self) -> bool:
-        """True if ranks that hold different parts of experts save files of one name."""
+        """True if ranks with different parts of experts save files with the same name."""
         return self._step < self.etp
 
     def expert_rank(self, tensor: int, expert: int) -> int | None:
-        """Return the rank among those that divide an expert's tensors.
+        """Return the rank among the ranks that divide an expert's tensors.
 
         It follows from the tensor- and the expert-parallel rank; None if no rank has these two.
         """
@@ -48,7 +48,7 @@ class Topology:
     def is_saved(self, tensor: int, expert: int) -> bool:
         """Return True if Megatron-LM saves the file of a tensor- and an expert-parallel rank.
 
-        The ranks of the first copies of experts save.
+        Ranks with the first copy of their experts save.
         """
         return (tensor - self.etp * expert) % self.tp < self.etp
 
@@ -61,11 +61,11 @@ class Topology:
         ]
 
     def rank_of(self, coords: Mapping[str, int]) -> int:
-        """Return the number of the first rank of a stage that has these ranks on its parallel dimensions."""
+        """Return the number of the first rank of a stage with these ranks on the parallel dimensions."""
         return coords.get("tp", 0) + coords.get("etp", 0) + self.etp * coords.get("ep", 0)
 
     def stage(self, layer: int, layers: int) -> int:
-        """Return the pipeline stage of a layer; stages differ by one layer at most."""
+        """Return the pipeline stage of a layer; the sizes of stages differ by at most one layer."""
         return layer * self.pp // layers
 
     @property
