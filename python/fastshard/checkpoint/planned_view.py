@@ -22,11 +22,11 @@ class PlannedView(Tensors):
     """The tensors of a plan under the target's names; each is computed when it is read."""
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan, companions: Mapping[str, Path | str]) -> None:
-        #: The checkpoint that it is made of.
+        #: The source checkpoint.
         self.checkpoint = checkpoint
         #: The plan of the conversion.
         self.plan = plan
-        #: Files that a conversion would copy beside the tensors (tokenizer, code), by name.
+        #: Files that a conversion would copy along with the tensors (tokenizer, code), by name.
         self.companions = dict(companions)
 
     @property
@@ -40,7 +40,7 @@ class PlannedView(Tensors):
 
     @property
     def unread(self) -> list[str]:
-        """Statements that only reading all data proves, a line each."""
+        """Statements that can be verified only by reading all data, one line each."""
         return []
 
     @property
