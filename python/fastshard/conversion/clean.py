@@ -25,11 +25,11 @@ def clean(
     dry_run: bool = False,
     storage_options: Mapping[str, str] | None = None,
 ) -> list[Leftover]:
-    """Removes what interrupted runs left at a destination, if no run can resume it.
+    """Removes the leftovers of interrupted runs at a destination, unless a run can resume them.
 
     Args:
-        out: the destination; an address too.
-        abandon: a run to remove although it could be resumed: its id, or at least 8 digits of its folder.
+        out: the destination: a directory or an address.
+        abandon: a resumable run to remove: its id, or at least 8 digits of its folder's name.
         timeout: seconds within which a working process must show a sign of life; default 30.
         dry_run: report what would be removed, and remove nothing.
         storage_options: settings of the store that an address names, as for :func:`fastshard.open`.
@@ -38,7 +38,7 @@ def clean(
         The leftovers, and the fate of each.
 
     Raises:
-        FastshardError: ``FS501`` if the run to remove does not exist; other codes for errors of the system.
+        FastshardError: ``FS501`` if the run to remove does not exist; other codes for system errors.
     """
     patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
     if (scheme := find_scheme(out)) is not None:

@@ -45,14 +45,14 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
 
 
 def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:
-    """Hash the files to copy, under the rule for links by which they were chosen.
+    """Hash the files to copy, with the rule for links that applied when they were chosen.
 
-    The copies have these bytes.
+    The copies are checked against these hashes.
 
     Args:
         copies: files by name.
-        folders: folders that were searched for them. A file in none of them is the user's choice, wherever
-            its path leads.
+        folders: folders that were searched for them. The user chose any file outside of them, so its links
+            may lead anywhere.
 
     Raises:
         FastshardError: ``FS506`` if a file has changed since it was read, ``FS603`` for a link that now
@@ -98,7 +98,7 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
 def from_above(plan: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
     """Return files of the result from a folder above the checkpoint that the caller did not pass.
 
-    A config.json that is computed from one there counts too.
+    This includes a config.json that is computed from one in such a folder.
     """
     paths = {name: Path(path) for name, path in copies if name not in given}
     config_file = plan.source.model.config_file

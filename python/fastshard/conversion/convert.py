@@ -1,4 +1,4 @@
-"""Merging and converting: planning, comparing with what is expected, writing and publishing."""
+"""Merging and converting: planning, comparison with the expected tensors, writing and publishing."""
 
 from __future__ import annotations
 
@@ -92,18 +92,18 @@ def plan(
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         to: target layout, e.g. ``"hf"``; None merges under the source's own names.
-        vocab_size: true vocabulary; rows beyond it are dropped.
+        vocab_size: number of tokens without padding; rows beyond it are dropped.
         dtype: ``keep``, ``bf16``, ``f16`` or ``f32`` for floating tensors.
-        keep_dtype: ``auto``: under a narrower ``dtype``, tensors that a model uses in float32 keep their
-            dtype; ``none`` casts all.
+        keep_dtype: ``auto``: if ``dtype`` is narrower, tensors that a model uses in float32 keep their dtype;
+            ``none`` casts all.
         replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
         include: glob patterns of output names to write; all if empty.
         exclude: glob patterns of output names to leave out.
-        max_shard_size: maximum bytes of tensors in an output file, e.g. ``5GB``, without its header.
+        max_shard_size: maximum total size of the tensors in an output file, e.g. ``5GB``, without its header.
         weights: ``params`` or ``masters`` if a checkpoint has both; default the parameters if they are
             stored. Both must agree; with an explicit ``params`` a difference is only a warning.
         optimizer: include the optimizer state. A merge names it ``NAME.exp_avg`` etc.; ``dcp``,
-            ``universal``, ``maxtext`` and ``orbax`` have their own form.
+            ``universal``, ``maxtext`` and ``orbax`` have their own format.
         tokenizer: folder, or file of a vocabulary, with the tokenizer; default the one next to the source.
         more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.common.target_options`
             lists them.
@@ -134,7 +134,7 @@ def plan(
 
 
 def _plan_result(checkpoint: Checkpoint, request: Request) -> Plan:
-    """Plan a result, with a warning for companion files in folders that anybody may write to."""
+    """Plan a result, with a warning for companion files in world-writable folders."""
     plan = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
     plan.findings += checkpoint.opened.gate.evaluate(adapter_factors.find_lacking(checkpoint.opened))
     plan.findings += checkpoint.opened.gate.evaluate(find_ids_beyond(plan, request.tokenizer))
@@ -188,12 +188,12 @@ def convert(
     hf_pr: bool = False,
     **options: Unpack[WriteOptions],
 ) -> Manifest:
-    """Converts a checkpoint and writes the result to ``out``, complete or not at all.
+    """Converts a checkpoint and writes the result to ``out``, either complete or not at all.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        out: destination directory; must not exist, or be empty, unless ``overwrite``. ``hf://org/name`` makes
-            the result one commit of a model repository of the Hugging Face Hub.
+        out: destination directory; must not exist, or be empty, unless ``overwrite``. ``hf://org/name``
+            uploads the result as one commit to a model repository on the Hugging Face Hub.
         to: target layout; None merges under the source's own names.
         expect: a manifest to check the source (or the result) against, or a config as for
             :func:`fastshard.open`. A manifest next to the source is used without this option.
@@ -201,36 +201,39 @@ def convert(
         memory: limit on the anonymous memory of the process, baseline included. Default 256 MiB, or 128 MiB
             more than the process already uses if that is larger.
         threads: worker threads; default all cores.
-        progress: True draws a bar on stderr; a function is called with (bytes done, total bytes), at the end
-            with both equal. It may raise an exception to stop the run.
+        progress: True draws a bar on stderr; a function is called with (bytes done, total bytes), which are
+            equal in the last call. It may raise an exception to stop the run.
         rank: this process's rank if several write the result together, on one host or many: a number from 0,
             or ``"auto"`` to read it from torchrun, Slurm, Open MPI, PMI or Kubernetes. All ranks make the
             same call. None means one process.
         world: number of ranks, if no launcher states it.
         timeout: seconds that ranks wait for one another; default 600.
-        node_local: each rank's ``source`` is its host's part of the checkpoint, and no rank can read all of
-            it. Data that another host needs are transferred through the destination; ``FS525`` reports how
-            many bytes.
-        check_loss: a text, or a file of token ids (.json, .npy or .safetensors): the loss of the result on it
-            is computed before anything is written, as by :func:`fastshard.loss`, and recorded in the
-            manifest. A loss like that of an untrained model prevents the result. Only with ``to="hf"`` and
-            without ``rank``.
-        expect_loss: the loss that the trainer computed on the same tokens; another one prevents the result.
-        hf_branch: with ``out`` on the hub: the branch that gets the commit; it is made from ``main`` if it is
-            missing. The same as ``hf://org/name@branch``.
-        hf_pr: with ``out`` on the hub: open a pull request, and leave the branch as it is.
+        node_local: each rank's ``source`` is its host's part of the checkpoint, and no rank can read the
+            complete checkpoint. Data that another host needs is transferred through the destination;
+            ``FS525`` reports the number of bytes.
+        check_loss: a text, or a file of token ids (.json, .npy or .safetensors): before anything is written,
+            the loss of the result on it is computed as by :func:`fastshard.loss`, and recorded in the
+            manifest. If the loss is like that of an untrained model, no result is written. Only with
+            ``to="hf"`` and without ``rank``.
+        expect_loss: the loss that the trainer computed on the same tokens; if the loss differs, no result is
+            written.
+        hf_branch: with ``out`` on the hub: the branch for the commit; it is created from ``main`` if it is
+            missing. Equivalent to ``hf://org/name@branch``.
+        hf_pr: with ``out`` on the hub: open a pull request instead of changing the branch.
         options: options for writing, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
-            ``check_hub``, files that were downloaded from Hugging Face's hub are compared with the hashes in
-            its cache or ``--local-dir`` before anything is written (``FS308``); each file is read once more.
+            ``check_hub``, files that were downloaded from the Hugging Face Hub are compared with the hashes
+            in its cache or ``--local-dir`` before anything is written (``FS308``); each file is read one more
+            time.
 
     Returns:
         The manifest of the result.
 
     Raises:
-        FastshardError: with all findings; no result is published then, unless its ``published`` has a path.
-        BaseException: the exception of ``progress`` or a signal handler (KeyboardInterrupt), with an
+        FastshardError: with all findings; no result is published, unless the exception's ``published`` has a
+            path.
+        BaseException: the exception from ``progress`` or a signal handler (KeyboardInterrupt), with an
             attribute ``findings``: ``FS510`` if it stopped the run, with the folder from which ``resume``
-            continues; ``FS519`` if it came too late and the result is published.
+            continues; ``FS519`` if it arrived too late and the result is published.
     """
     _refuse_loss(to, rank, check_loss, expect_loss)
     if check_loss is not None:
@@ -314,7 +317,7 @@ def prepared(
     bar: Progress,
     share: tuple[int, int] | None,
 ) -> Job:
-    """Open and plan, and compare part ``share`` (n of t) of the source with what the caller expects.
+    """Open and plan a source, and compare part ``share`` (n of t) of it with the caller's expectations.
 
     The function compares nothing if ``share`` is None. The other arguments are those of :func:`convert`.
 
@@ -355,7 +358,7 @@ def prepared(
 
 
 def _find_odd_experts(checkpoint: Checkpoint, plan: Plan, share: tuple[int, int] | None) -> list[Finding]:
-    """Find copied and constant experts among the stored tensors; the first of several ranks does it."""
+    """Find copied and constant experts among the stored tensors; only the first of several ranks does so."""
     if share is None or share[0] > 1:
         return []
     return expert_values.check_experts(checkpoint, plan.core if plan.target == "merge" else None).findings
@@ -364,7 +367,7 @@ def _find_odd_experts(checkpoint: Checkpoint, plan: Plan, share: tuple[int, int]
 def _refuse_loss(
     to: str | None, rank: int | str | None, check_loss: StrPath | None, expect_loss: float | None
 ) -> None:
-    """Refuse options of a loss that do not fit together, before anything is read.
+    """Refuse incompatible options for the loss before anything is read.
 
     Raises:
         FastshardError: ``FS515``.
@@ -384,7 +387,8 @@ def _refuse_loss(
 
 
 def _check_loss(job: Job, text: StrPath, expected: float | None, progress: Report) -> Job:
-    """Compute the loss of a result before it is written; return the job with the record for the manifest.
+    """Compute the loss of a result before it is written, and return the job with the loss in its records for
+    the manifest.
 
     Raises:
         FastshardError: as :func:`fastshard.loss`; ``FS318`` or ``FS319`` for a loss that is wrong.
@@ -408,7 +412,7 @@ def _check_loss(job: Job, text: StrPath, expected: float | None, progress: Repor
 def _part_before(checkpoint: Checkpoint) -> Finding:
     """Make the finding that the checkpoint was converted from a part of another one.
 
-    The writer accepted the part by name, and this caller has not.
+    Whoever wrote that checkpoint accepted the part by name; this caller has not.
     """
     return Finding.of(
         codes.PART,
@@ -457,7 +461,7 @@ def planned(
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
 ) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
-    """Return the caller's expectation, the source, the plan, and the tokenizer.
+    """Return the caller's expectations, the source, the plan, and the tokenizer.
 
     The arguments are those of :func:`convert`.
     """
@@ -473,9 +477,9 @@ def planned(
 
 
 def _left(out: StrPath) -> set[str] | None:
-    """Return the fates of the remains of earlier runs; None if they cannot be listed.
+    """Return the fates of the leftovers of earlier runs; None if they cannot be listed.
 
-    ``complete`` means a result that is still to be published, or whose run is still to be cleaned up after;
+    ``complete`` means a result that has yet to be published, or whose run has yet to be cleaned up;
     ``removed`` means files that no run needs. If they cannot be listed, the run itself reports why.
     """
     try:
@@ -494,10 +498,10 @@ def _done(
     options: Mapping[str, Any],
     own_digest: Callable[[], str] | None,
 ) -> Manifest | None:
-    """Return the manifest of a result that several processes have published by the same plan.
+    """Return the manifest of a result that several processes have published from the same plan.
 
-    A late rank then has nothing to do. A rank that has only a part of the sources finds its result by the
-    digest of its request and files (``asked``). The function returns None if there is no such result.
+    A late rank then has nothing to do. A rank with only a part of the sources finds its result by the digest
+    of its request and files (``asked``). The function returns None if no such result exists.
     """
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
@@ -529,7 +533,7 @@ _latest: _core.Plan | HubUpload | None = None
 
 
 def _record_outcome(of: HubUpload) -> None:
-    """Record that a result is published by an upload: the core has only written it to this host."""
+    """Record that an upload publishes a result: the core has only written it to this host."""
     global _latest
     _latest = of
 
@@ -560,7 +564,7 @@ def carrying(core: _core.Plan) -> Iterator[None]:
 
 @checked
 def merge(source: CheckpointSource, out: StrPath, **options: Unpack[Merging]) -> Manifest:
-    """Merges shards into full tensors under the source's names; needs no known model family.
+    """Merges shards into full tensors under the source's names; works for any model family.
 
     The function takes the arguments of :func:`convert` except ``to``.
     """

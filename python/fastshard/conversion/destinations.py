@@ -1,4 +1,4 @@
-"""Where a result is published: a directory of this host, a prefix of a store, or a repository of the hub."""
+"""Destinations of results: a local directory, a prefix in a store, or a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Destination", "find_destination_scheme", "open_destination"]
 
-#: The part of a memory limit that uploads take, and parts that one sends at a time.
+#: The divisor of a memory limit that gives the share of uploads, and the number of parts that an upload sends
+#: at a time.
 _PART_OF_UPLOADS = 4
 _MOST_AT_ONCE = 8
-#: Bytes of a memory limit that a run has besides uploads, at least.
+#: Minimum bytes of a memory limit for a run, apart from uploads.
 _LEAST_REST = 24 << 20
 _NAME = "result"
-#: An address of which `pathlib` has kept one slash.
+#: An address that `pathlib` has reduced to one slash.
 _CUT_ADDRESS = compile_when_used(r"(s3|gs|hf):/")
 
 
@@ -44,9 +45,9 @@ class Destination:
 
     #: The directory on this host that the core writes to.
     path: str
-    #: The prefix of a store that the result is published in.
+    #: The prefix of the store at which the result is published.
     prefix: ResultPrefix | None = None
-    #: The manifest of a result that an earlier run has published, if nothing is left to write.
+    #: The manifest of a result that an earlier run published, if nothing is left to write.
     published: Manifest | None = None
     #: The upload that publishes the result on the hub.
     upload: HubUpload | None = None
@@ -62,7 +63,7 @@ class Destination:
 def find_destination_scheme(
     out: StrPath, request: WriteRequest, is_shared: bool, uploading: Uploading
 ) -> str | None:
-    """Return the scheme of a destination in a store; None for a directory of this host.
+    """Return the scheme of a destination in a store; None for a local directory.
 
     Args:
         out: the destination.
@@ -71,8 +72,8 @@ def find_destination_scheme(
         uploading: the options of a destination on the hub.
 
     Raises:
-        FastshardError: ``FS514`` for an option that a store does not take; ``FS515`` for an option of the hub
-            and another destination, or for a malformed address.
+        FastshardError: ``FS514`` for an option that a store does not support; ``FS515`` for a Hub option with
+            another kind of destination, or for a malformed address.
     """
     scheme = find_scheme(out)
     if scheme == "hf":
@@ -123,13 +124,14 @@ def open_destination(
     settings: WriteSettings,
     options: Mapping[str, Any],
 ) -> Iterator[Destination]:
-    """Open the destination of a run; at the end the result is published there, or it is left as it was.
+    """Open the destination of a run; at the end the result is published there, or the destination is
+    unchanged.
 
     Args:
-        out: a directory of this host, or an address.
+        out: a local directory, or an address.
         job: the run.
         request: how its result is written.
-        settings: the settings of the write, which are changed for a store.
+        settings: the settings of the write; changed in place for a store.
         options: the other options of the call.
 
     Raises:
@@ -190,9 +192,9 @@ def open_destination(
 def _stage_upload(
     address: str, job: Job, request: WriteRequest, settings: WriteSettings, options: Mapping[str, Any]
 ) -> Iterator[Destination]:
-    """Have a result written to a folder of this host, and make it one commit of the hub at the end.
+    """Stage a result in a local folder, and upload it to the Hub as one commit at the end.
 
-    The folder stays if the result is complete and its upload failed.
+    The folder is kept if the result is complete but its upload failed.
     """
     from ..stores.hub_upload import HubUpload
 
@@ -226,10 +228,10 @@ def _stage_upload(
 
 
 def _divide_memory(settings: WriteSettings, address: str) -> int:
-    """Take from a memory limit what uploads take; return how many parts each of them sends at a time.
+    """Reserve memory for uploads from a limit; return the number of parts that each upload sends at a time.
 
     Raises:
-        FastshardError: ``FS512`` if the limit does not hold uploads.
+        FastshardError: ``FS512`` if the limit is too small for uploads.
     """
     from ..stores.result_prefix import upload_memory
 
@@ -256,7 +258,7 @@ def _divide_memory(settings: WriteSettings, address: str) -> int:
 
 
 def _refuse_inside(address: str, job: Job) -> None:
-    """Refuse a destination below a source: a later run would read it as a part of that."""
+    """Refuse a destination below a source, because a later run would read it as a part of that source."""
     for root in job.checkpoint.roots:
         source = show_text(os.fspath(root))
         if f"{address}/".startswith(f"{source}/") or f"{source}/".startswith(f"{address}/"):
@@ -270,7 +272,7 @@ def _refuse_inside(address: str, job: Job) -> None:
 
 
 def _end_failed(error: BaseException, prefix: ResultPrefix, address: str) -> None:
-    """End a run that failed: leave what can be continued, and remove what cannot."""
+    """Clean up after a failed run: keep files that can be resumed, and remove the others."""
     findings: list[Finding] = getattr(error, "findings", [])
     is_interrupt = not isinstance(error, FastshardError) or any(
         finding.code == codes.INTERRUPTED for finding in findings

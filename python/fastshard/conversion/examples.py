@@ -1,7 +1,7 @@
 """Small checkpoints to try commands on: ``python -m fastshard.examples gpt_neox run --to gpt_neox --tp 2``.
 
-The weights are random, the same in every run, and of no other use. OUT then holds what a training run or a
-publisher leaves, without a manifest.
+The weights are random but the same in every run. OUT then contains the files of a training run or of a
+published model, without a manifest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..targets.registry import TARGETS
 
 __all__ = ["CONFIGS", "make", "tensors"]
 
-#: config.json by model. Extents divide by 4, the vocabulary by nothing that frameworks pad it to.
+#: The config.json of each model. All sizes are divisible by 4; the vocabulary size is not a multiple of any
+#: size to which frameworks pad it.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -124,7 +125,7 @@ def make(model: str, out: StrPath, to: str = "hf", **options: Any) -> None:
     Args:
         model: a key of :data:`CONFIGS`.
         out: a new or an empty directory.
-        to: target format, as :func:`fastshard.convert` takes it.
+        to: target format, as for :func:`fastshard.convert`.
         options: further options of :func:`fastshard.convert`, e.g. ``tp=2``.
 
     Raises:

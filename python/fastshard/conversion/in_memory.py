@@ -1,4 +1,4 @@
-"""A conversion in memory: the tensors that it would write, each computed when it is read."""
+"""An in-memory conversion: each tensor of the result is computed when it is read."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["View", "view"]
 class View(PlannedView):
     """The tensors of a conversion, under the target's names; each is computed when it is read.
 
-    ``fastshard.open(..., to=...)`` returns a view. By then it has refused everything that a conversion
-    refuses by headers. Copies of a tensor on several ranks are compared when it is read. :attr:`not_checked`
-    lists what reading single tensors cannot prove; :meth:`verify` proves it by reading everything once.
+    ``fastshard.open(..., to=...)`` returns a view, after all checks that a conversion makes by headers.
+    Copies of a tensor on several ranks are compared when it is read. :attr:`not_checked` lists the checks
+    that need more than single tensors; :meth:`verify` makes them by reading everything once.
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class View(PlannedView):
 
     @property
     def not_checked(self) -> list[str]:
-        """What was not checked of the tensors, a line each; fewer lines after :meth:`verify`."""
+        """Checks of the tensors that were not made, one line each; fewer lines after :meth:`verify`."""
         unread = [f"{line}; verify() checks it" for line in self.unread]
         return [*unread, *list_unchecked(self._found, with_advice=True)]
 
     @property
     def unread(self) -> list[str]:
-        """Statements that only reading all data proves, a line each; none after :meth:`verify`."""
+        """Statements that can be verified only by reading all data, one line each; none after
+        :meth:`verify`."""
         if self._verified:
             return []
         done = self.plan.summary["compared"]

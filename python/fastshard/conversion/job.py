@@ -26,21 +26,22 @@ class Job:
     plan: Plan
     #: Memory, threads and the like.
     run: RunOptions
-    #: Files that go along with the result.
+    #: Files to copy along with the result.
     copies: list[CopiedFile]
-    #: Of these what comes from a folder above the checkpoint: where from, relative to it, by name.
+    #: The origin of copied files that come from a folder above the checkpoint, as a path relative to it, by
+    #: name.
     above: dict[str, str]
-    #: True if the source was compared with a manifest, so that nothing in it can be swapped.
+    #: True if the source was compared with a manifest, which rules out swapped files.
     settled: bool
-    #: What was found before the work.
+    #: Findings before the run.
     findings: list[Finding]
-    #: Files of the source that the result takes nothing of.
+    #: Files of the source from which the result takes nothing.
     left_out: list[str]
-    #: Records that the manifest keeps besides those of the source, by name.
+    #: Additional records for the manifest, besides those of the source, by name.
     records: dict[str, Any] = field(default_factory=dict)
 
     def set_up(self, request: WriteRequest) -> WriteSettings:
-        """Return the settings of a write, as the core takes them."""
+        """Return the settings of a write in the form that the core reads."""
         return {
             "threads": self.run["threads"],
             "memory": self.run["memory"],
@@ -52,7 +53,7 @@ class Job:
         }
 
     def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
-        """Make the manifest of the core's output."""
+        """Make the manifest from the core's output."""
         document, found = written
         manifest = Manifest.written(document, [*self.findings, *found])
         manifest.left_out = self.left_out

@@ -12,25 +12,25 @@ class StoredResult:
     """A result in the folder of an interrupted run."""
 
     path: str
-    #: ``older`` (what was at the destination before the run) or ``newer`` (what the run has made).
+    #: ``older`` (the result at the destination before the run) or ``newer`` (the run's own result).
     version: str
-    #: True if all of it is there.
+    #: True if the result is complete.
     complete: bool
-    #: A command that gets it back; None where ``--resume`` alone can.
+    #: A command that restores it; None if only ``--resume`` can.
     command: str | None
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What an earlier run left at a destination."""
+    """The leftovers of an earlier run at a destination."""
 
     path: str
-    #: Id of the run; None if nothing says it.
+    #: Id of the run; None if it is unknown.
     run: str | None
-    #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: it has
-    #: only to be published, or cleaned up; ``results`` are in it) or ``foreign``.
+    #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: only
+    #: publishing or cleaning up remains; it contains ``results``) or ``foreign``.
     fate: str
-    #: Bytes of storage that it takes, or took.
+    #: Bytes of storage that it takes, or took before its removal.
     bytes: int
     #: The newer result, the older one that it replaces, or both.
     results: tuple[StoredResult, ...] = ()

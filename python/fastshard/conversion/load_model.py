@@ -38,16 +38,16 @@ def load_model(
 
     Tensors are converted as they are loaded.
 
-    The config names the class. The weights have the dtype that most of them are stored in, as with
-    ``from_pretrained(dtype="auto")``: wider ones are rounded, with a warning. Code next to a checkpoint is
+    The config names the class. The weights get the dtype in which most of them are stored, as with
+    ``from_pretrained(dtype="auto")``; wider ones are rounded, with a warning. Code next to a checkpoint is
     never run.
 
     Args:
         paths: as for :func:`fastshard.open`; or a view from ``fastshard.open(..., to="hf")``.
         device: device of the weights; default the CPU.
         verify: first read everything once, with all checks of a conversion (:meth:`View.verify`).
-        progress: progress of that, as for :func:`fastshard.convert`.
-        memory: memory limit of that, as for :func:`fastshard.convert`.
+        progress: progress of this verification, as for :func:`fastshard.convert`.
+        memory: memory limit of this verification, as for :func:`fastshard.convert`.
         options: as for :func:`fastshard.open` with a target.
 
     Returns:
@@ -134,7 +134,7 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
 
 
 def _tell_of_rounding(view: View) -> None:
-    """Warn of tensors that are stored in a wider dtype than the model will have."""
+    """Warn of tensors that are stored in a wider dtype than the model's."""
     sizes = {dtype: item_size(dtype) for dtype in TORCH_FLOATS}
     main = next((size for dtype, size in sizes.items() if TORCH_FLOATS[dtype] == view.plan.main_dtype), 8)
     wider = [name for name, tensor in view.items() if sizes.get(tensor.dtype, 0) > main]
@@ -148,7 +148,7 @@ def _tell_of_rounding(view: View) -> None:
 
 
 def _judge(info: dict[str, Any]) -> None:
-    """Refuse a model whose tensors differ from the checkpoint's: missing weights would be random.
+    """Refuse a model whose tensors differ from the checkpoint's, because missing weights would be random.
 
     Raises:
         FastshardError: ``FS102``, ``FS108`` or ``FS201``.

@@ -1,4 +1,4 @@
-"""Comparison of fp32 master weights with parameters, and rebuilding of master weights for a finetune."""
+"""Comparison of fp32 master weights with parameters, and rebuilding of master weights for finetuning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MasterWeightsReport", "master_weights", "repair_master_weights"]
 
-#: Where DeepSpeed looks for the step, the last one first. source: DeepSpeed runtime/engine.py
+#: Files from which DeepSpeed reads the step, the last one first. source: DeepSpeed runtime/engine.py
 _TRACKERS = ("latest_universal", "latest")
 #: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 _LOADING = """\
@@ -49,16 +49,16 @@ how to load the parameters for a finetune (Megatron-LM):
 class MasterWeightsReport:
     """The result of comparing fp32 master weights with parameters."""
 
-    #: Parameters that were compared with their masters.
+    #: Number of parameters that were compared with their master weights.
     compared: int
-    #: Their elements.
+    #: Number of elements in these parameters.
     elements: int
-    #: Names of parameters whose masters differ.
+    #: Names of parameters whose master weights differ.
     differing: list[str]
-    #: Optimizer steps as the ranks tell; more than one means mixed files.
+    #: Optimizer steps that the ranks' files state; more than one means that files of several steps are mixed.
     steps: list[float]
     findings: list[Finding] = field(default_factory=list)
-    #: Which way of loading is safe in which version.
+    #: Advice on which way of loading is safe in which version.
     advice: str = _LOADING
 
     @property
@@ -168,9 +168,9 @@ def repair_master_weights(
 ) -> Manifest:
     """Writes a copy of a checkpoint, in its layout, whose master weights are rebuilt from the parameters.
 
-    The function assumes that the parameters are right. The moments and the step become zero, also if the step
-    is a number in the pickle. Files remain zip archives with new payloads and checksums: no object in them is
-    pickled again.
+    The function assumes that the parameters are correct. It sets the moments and the step to zero, even if
+    the step is a number in the pickle. Files remain zip archives with new payloads and checksums; no object
+    in them is pickled again.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -260,7 +260,7 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
 def _files(
     checkpoint: Checkpoint, optimizer: Optimizer, drop_optimizer: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
-    """Return the files of the result (those of the catalog, tracker texts, copies), and the findings.
+    """Return the files of the result (files of the catalog, tracker files, copies), and the findings.
 
     The findings report files that are left out.
     """

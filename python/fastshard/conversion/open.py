@@ -1,5 +1,5 @@
-"""``fastshard.open`` and ``fastshard.safe_open``: checkpoints as mappings, in their own layout or in
-another."""
+"""``fastshard.open`` and ``fastshard.safe_open``: checkpoints as mappings, in their own layout or another
+one."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Check
 
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint. With
-            ``to``, an open checkpoint is also possible.
-        to: a target, e.g. ``"hf"``: the tensors are then those that a conversion would write, each computed
-            when it is read. Default: the checkpoint's own full tensors under their own names.
+            ``to``, an opened checkpoint is also accepted.
+        to: a target, e.g. ``"hf"``: the mapping then has the tensors that a conversion would write, each
+            computed when it is read. Default: the checkpoint's own full tensors under their own names.
         options: options for reading; with ``to``, also those of :func:`fastshard.convert`
             (``dtype``, ``weights``, ``replicas``, ``expect``, options of the target).
 

@@ -1,4 +1,4 @@
-"""What a run has left at a prefix of a store."""
+"""Leftovers of a run at a prefix of a store."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["collect"]
 
-#: Seconds between two looks at a claim.
+#: Seconds between two reads of a claim.
 _LOOK = 1.0
-#: Digits of a run that name it.
+#: Minimum number of digits of a run's id that identify it.
 _LEAST_DIGITS = 8
 
 
@@ -35,21 +35,21 @@ def collect(
     patience: float,
     dry_run: bool,
 ) -> list[Leftover]:
-    """Remove what ended runs have left at a prefix and no run can continue.
+    """Remove the leftovers of ended runs at a prefix, unless a run can continue them.
 
     Args:
         scheme: the scheme of the address.
         address: the destination of the runs.
         settings: settings of the store.
-        abandon: a run to remove although it could be continued: its id, or at least 8 digits of it.
-        patience: seconds within which a run at work shows a sign of life.
+        abandon: a resumable run to remove: its id, or at least 8 digits of it.
+        patience: seconds within which a running process shows a sign of life.
         dry_run: report what would be removed, and remove nothing.
 
     Returns:
-        The remains, and the fate of each; at most one run has claimed a prefix.
+        The leftovers and their fate; at most one run has claimed a prefix.
 
     Raises:
-        FastshardError: ``FS501`` if the run to remove is not there; otherwise as the methods of the store.
+        FastshardError: ``FS501`` if the run to remove does not exist; otherwise as the methods of the store.
     """
     store = registry.open_writable_store(scheme, normalise_address(address), settings)
     found = store.list_objects()
@@ -82,7 +82,7 @@ def collect(
 
 
 def _is_alive(store: WritableStore, claim: Claim, mark: Mark, patience: float) -> bool:
-    """Return True if a run shows a sign of life, or its claim changes hands."""
+    """Return True if a run shows a sign of life, or another run takes its claim over."""
     if _core.is_process_dead(claim.process)[0]:
         return False
     end = time.monotonic() + patience
@@ -97,7 +97,7 @@ def _is_alive(store: WritableStore, claim: Claim, mark: Mark, patience: float) -
 def _remove(
     store: WritableStore, claim: Claim | None, files: list[StoredFile], dry_run: bool, mark: Mark = None
 ) -> list[Leftover]:
-    """Remove objects, once no other run can take their claim over."""
+    """Remove objects once no other run can take over their claim."""
     paths = {file.path for file in files}
     if dry_run:
         pass

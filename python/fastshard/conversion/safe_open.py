@@ -1,4 +1,4 @@
-"""Reading of any checkpoint with the methods of ``safetensors.safe_open``."""
+"""Reading any checkpoint with the methods of ``safetensors.safe_open``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Slice", "safe_open"]
 
-#: What each framework is called, as safetensors has it.
+#: Framework names that safetensors accepts, mapped to fastshard's.
 _FRAMEWORKS = {
     "pt": "torch",
     "torch": "torch",
@@ -40,7 +40,7 @@ def _metadata(opened: Checkpoint | View) -> dict[str, str] | None:
 class safe_open:
     """Opens a checkpoint as ``safetensors.safe_open`` opens a file.
 
-    Its methods are the same; an unknown name is a KeyError.
+    It has the same methods; an unknown name raises a KeyError.
 
     >>> import fastshard
     >>> from fastshard import examples
@@ -51,13 +51,13 @@ class safe_open:
 
     Args:
         filename: the checkpoint's directory or file.
-        framework: ``pt``, ``np`` or ``jax``, or one of safetensors' other names for these.
-        device: where tensors go; default the CPU.
+        framework: ``pt``, ``np`` or ``jax``, or one of safetensors' other names for them.
+        device: device of the tensors; default the CPU.
         options: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: as :func:`fastshard.open`; errors inside a checkpoint are raised too, so that a file
-            with an error is not opened.
+        FastshardError: as :func:`fastshard.open`; also for errors inside the checkpoint, so that a checkpoint
+            with errors is not opened.
     """
 
     def __init__(self, filename: StrPath, framework: str = "pt", device: Any = "cpu", **options: Any) -> None:
@@ -82,7 +82,7 @@ class safe_open:
         return list(self._tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the metadata of the first safetensors file; for other formats, those of a result."""
+        """Returns the metadata of the first safetensors file; for other formats, the metadata of a result."""
         return self._metadata
 
     def get_tensor(self, name: str) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorTrace", "trace"]
 
-#: Options that a plan takes, and not the checkpoint.
+#: Options for the plan and not for opening the checkpoint.
 _PLANNING = table(Shaping).keys() | table(Sharding).keys() | {"vocab_size"}
 
 
@@ -33,7 +33,7 @@ class TensorTrace:
     """The origin of one tensor of a result."""
 
     name: str
-    #: As safetensors writes it, e.g. ``BF16``.
+    #: Dtype by its safetensors name, e.g. ``BF16``.
     dtype: str
     shape: list[int]
     #: Parts of the tensor, each with its ``region``, the operations on its values (``made_by``, ``ops``) and
@@ -47,11 +47,11 @@ class TensorTrace:
     weight: dict[str, Any] | None = None
     #: BLAKE3 of its bytes; None if it was not read.
     blake3: str | None = None
-    #: BLAKE3 by the manifest next to the checkpoint; None if none states it.
+    #: BLAKE3 according to the manifest next to the checkpoint; None if no manifest states it.
     blake3_stated: str | None = None
     #: Findings about the checkpoint, and about the tensor if it was read.
     findings: list[Finding] = field(default_factory=list)
-    #: Which heads of a fused tensor are taken, in words, by the stored tensor's name and the region.
+    #: Descriptions of the heads taken from fused tensors, by the stored tensor's name and the region.
     heads: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def trace(
         options: as for :func:`fastshard.plan`.
 
     Raises:
-        FastshardError: ``FS515`` if the result has no tensor of this name; the finding about the checkpoint
-            if that is the reason.
+        FastshardError: ``FS515`` if the result has no tensor with this name; if a finding about the
+            checkpoint explains why, that finding.
     """
     opening: dict[str, Any] = {key: value for key, value in options.items() if key not in _PLANNING}
     planning: dict[str, Any] = {key: value for key, value in options.items() if key in _PLANNING}
@@ -120,7 +120,7 @@ def trace(
 def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
     """Read the hash of a full tensor from a manifest.
 
-    A shard may have the tensor's name, but its hash differs.
+    A shard may have the same name as the full tensor, but another hash.
     """
     named = [entry for entry in manifest["tensors"] if entry["name"] == whole["name"]]
     alike = [(entry.get("dtype"), entry.get("shape")) == (whole["dtype"], whole["shape"]) for entry in named]
@@ -128,12 +128,13 @@ def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | 
 
 
 def _is_reported(cause: Finding, errors: list[Finding]) -> bool:
-    """Return True if an error reports the cause, for its file alone or for several."""
+    """Return True if an error reports the cause, for its file alone or for several files."""
     return any(e.code == cause.code and (e.file == cause.file or cause.file in e.files) for e in errors)
 
 
 def _explain_unknown(plan: Plan, name: str, own: bool) -> FastshardError:
-    """Make the error for a tensor that is not in the result; ``own`` if the source has one with that name."""
+    """Make the error for a tensor that is not in the result; ``own`` is true if the source has one with that
+    name."""
     # What follows from another finding is not among the plan's own.
     echoes = plan.core.findings()
     about = [finding for finding in (*plan.each, *echoes) if finding.tensor == name]

@@ -1,4 +1,5 @@
-"""Writing of a checkpoint from a script: tensor by tensor, checked, and published complete or not at all."""
+"""Writing a checkpoint from a script, tensor by tensor: it is checked, and published complete or not at
+all."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ __all__ = ["Writer"]
 _FROM_NUMPY = {name: dtype for dtype, name in (NUMPY_NAMES | ML_DTYPES_NAMES).items()}
 _FROM_TORCH = {v: k for k, v in TORCH_NAMES.items()}
 
-#: dtype and shape; None for any.
+#: Expected dtype and shape; None for any.
 Wanted = tuple[str | None, tuple[int, ...] | None]
 
 
@@ -44,26 +45,26 @@ class Writer:
     >>> with Writer("out", expected={"w": ("F32", (2, 3))}) as w:
     ...     w["w"] = np.zeros((2, 3), np.float32)
 
-    On a clean exit the result is checked against ``expected``, gets an index and a manifest, and appears at
-    ``out`` in one step. If the block raises an exception, or if an expected tensor is missing, no result
-    appears.
+    If the block ends without an exception, the result is checked against ``expected``, gets an index and a
+    manifest, and appears at ``out`` in one step. If the block raises an exception, or an expected tensor is
+    missing, no result appears.
 
     Args:
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         expected: the tensors to write: names mapped to (dtype, shape), to a shape, or to None (any); or just
             names. A :class:`~fastshard.Manifest`, an opened checkpoint without errors, or arrays (a model's
-            ``state_dict()``) are possible too. Dtypes have the names of safetensors, torch or numpy. The
+            ``state_dict()``) are accepted too. Dtypes may have their safetensors, torch or numpy names. The
             config.json, tokenizer, generation config and code of an opened checkpoint are copied to the
             result, as in a merge.
-        max_shard_size: largest file, e.g. ``5GB``.
+        max_shard_size: maximum size of a file, e.g. ``5GB``.
         overwrite: replace ``out`` if it exists.
         fsync: sync everything to disk before the result is published.
         config: written as ``config.json``.
         accept: ``["non-finite"]`` to allow NaN and infinite values, which are otherwise an error (``FS306``);
             the manifest records it.
         check_hub: before the result appears, compare the files of the expected checkpoint with the hashes of
-            the download in the Hub's cache (``FS308``); each is read once more. Otherwise a note says that
-            they were not compared.
+            the download in the Hub's cache (``FS308``); each file is read one more time. Otherwise a note
+            reports that they were not compared.
 
     Raises:
         FastshardError: if ``out`` cannot be written to; ``FS515`` for an invalid value of an option; all
@@ -90,9 +91,9 @@ class Writer:
         self._expected = None if expected is None else _expected(expected)
         self._config = None if config is None else dict(config)
         self._accept = _accepted(accept)
-        #: Whose companion files go along; None for those of no checkpoint.
+        #: The checkpoint whose companion files are copied; None if there is none.
         self._like = expected if isinstance(expected, Tensors) else None
-        #: What is compared with the hashes of a download, or is said not to be.
+        #: The checkpoint whose files are compared with the hashes of a download, or reported as not compared.
         self._from = expected.tensors if isinstance(expected, TorchTensors) else self._like
         self._check_hub = check_hub
         self._written: set[str] = set()
@@ -115,7 +116,8 @@ class Writer:
     def __setitem__(self, name: str, array: Any) -> None:
         """Write a tensor: a numpy array, a torch tensor, or a :class:`~fastshard.Tensor`.
 
-        The writer reads the bytes once, so that it hashes what it writes even if another thread changes them.
+        The writer reads the bytes only once, so that the hash matches the written bytes even if another
+        thread changes them.
 
         Raises:
             FastshardError: if the tensor is unexpected, or if its dtype or shape is; ``FS514`` if safetensors
@@ -181,7 +183,7 @@ class Writer:
         self.manifest = Manifest.written(document, [*downloaded, *findings])
 
     def _find_damaged_downloads(self) -> list[Finding]:
-        """Find files of the expected checkpoint that differ from the download or that nobody has compared."""
+        """Find files of the expected checkpoint that differ from the download or that were not compared."""
         # A script that expects no checkpoint needs none of this.
         from ..checkpoint.checkpoint import Checkpoint
         from .in_memory import View
@@ -269,7 +271,7 @@ def _expected(given: Any) -> dict[str, Wanted]:
 
 
 def _bytes_of(expected: Mapping[str, Wanted]) -> int:
-    """Return the known number of bytes to come, to check the free disk space.
+    """Return the number of expected bytes as far as it is known, to check the free disk space.
 
     An element of an unknown dtype counts as one byte.
     """

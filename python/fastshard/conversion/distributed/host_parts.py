@@ -1,4 +1,4 @@
-"""One host's part of a checkpoint as a separate result, for hosts that share no storage: it is copied and
+"""One host's part of a checkpoint as a separate result, for hosts without shared storage: it is copied and
 hashed here, and combined and compared elsewhere.
 """
 
@@ -42,10 +42,10 @@ def copy_local(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Manifest:
-    """Copies and hashes this host's part of a checkpoint, for hosts that share no storage.
+    """Copies and hashes this host's part of a checkpoint, for hosts without shared storage.
 
-    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host
-    read, and proves that the pieces form one checkpoint.
+    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with the bytes that its
+    host read, and verifies that the pieces form one checkpoint.
 
     Args:
         source: directory of the checkpoint, or of the part of it that this host has.
@@ -61,8 +61,8 @@ def copy_local(
         The manifest of the piece: its files and their hashes.
 
     Raises:
-        FastshardError: if the directory has no part of a checkpoint, or cannot be copied; no result is
-            published then.
+        FastshardError: if the directory contains no part of a checkpoint, or cannot be copied; then no result
+            is published.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise FastshardError.of(
@@ -133,9 +133,10 @@ def settled(checkpoint: Checkpoint) -> bool:
 
 
 def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar: Progress) -> list[Finding]:
-    """Report differences between the pieces and what their hosts read.
+    """Report differences between the pieces and the data that their hosts read.
 
-    If several processes see all pieces, the function reads part n of t of them, else those on this host.
+    If several processes see all pieces, the function reads part n of t of them; otherwise it reads the pieces
+    on this host.
 
     Args:
         checkpoint: the checkpoint that consists of the pieces.

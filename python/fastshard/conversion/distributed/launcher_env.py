@@ -1,6 +1,6 @@
-"""The rank of this process and the number of ranks, as launchers state them in the environment.
+"""The rank of this process and the number of ranks, from the launcher's environment variables.
 
-The variables are those that the launchers document: torchrun (``torch.distributed.run``: RANK, WORLD_SIZE,
+The launchers document these variables: torchrun (``torch.distributed.run``: RANK, WORLD_SIZE,
 TORCHELASTIC_RUN_ID), Slurm's ``srun`` (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID), Open MPI's
 ``mpirun`` (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPICH's and Intel's process managers (PMI_RANK,
 PMI_SIZE), Kubernetes Indexed Jobs (JOB_COMPLETION_INDEX, which come without a number of processes).
@@ -18,7 +18,7 @@ from ...common.records import dataclass
 
 __all__ = ["Rank", "detect", "is_alone"]
 
-#: Most hosts of a list that are told apart.
+#: Maximum number of hosts in an expanded list.
 _MOST_HOSTS = 100_000
 
 
@@ -28,9 +28,9 @@ class Rank:
 
     rank: int
     world: int
-    #: Where that comes from, for people.
+    #: Where the rank comes from, for messages.
     origin: str
-    #: Hosts by rank, as far as the launcher tells.
+    #: Hosts by rank, as far as the launcher states them.
     hosts: tuple[str, ...] = ()
 
 
@@ -38,15 +38,15 @@ class Rank:
 class _Launcher:
     name: str
     rank: str
-    #: Name of the variable with the number of processes; None where the launcher has none.
+    #: Name of the variable with the number of processes; None if the launcher has none.
     world: str | None
-    #: A variable that the launcher itself sets for each process, and nobody by hand.
+    #: A variable that only the launcher sets for each process, and that users never set.
     mark: str | None = None
-    #: A variable without which the others are not a process's own.
+    #: A variable that must be set too; otherwise the others do not belong to this process.
     needs: str | None = None
 
 
-#: Innermost first: who started the process itself.
+#: Launchers, innermost first: the one that started this process comes first.
 _LAUNCHERS = (
     _Launcher("fastshard's own variables", "FASTSHARD_RANK", "FASTSHARD_WORLD", mark="FASTSHARD_RANK"),
     _Launcher("torchrun", "RANK", "WORLD_SIZE", mark="TORCHELASTIC_RUN_ID"),
@@ -111,7 +111,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
 
 
 def is_alone(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if no launcher of several processes has started this one."""
+    """Return True if no launcher for several processes started this one."""
     environ = os.environ if environ is None else environ
     scheduled = "SLURM_JOB_ID" in environ or "SLURM_ARRAY_TASK_ID" in environ
     return not scheduled and all(_read_launcher(launcher, environ) is None for launcher in _LAUNCHERS)
@@ -195,7 +195,7 @@ def _hosts(environ: Mapping[str, str], world: int) -> tuple[str, ...]:
 
 
 def node_names(text: str) -> list[str]:
-    """Expand a list of names by Slurm: ``gpu[01-03,7],login``.
+    """Expand a list of host names in Slurm's notation: ``gpu[01-03,7],login``.
 
     The result is empty for too many names and for an invalid list.
     """

@@ -1,8 +1,8 @@
-"""Sources on the disks of several hosts: each rank has its own part of the checkpoint, and lends what the
-others request.
+"""Sources on the disks of several hosts: each rank has its own part of the checkpoint, and serves the data
+that other ranks request.
 
-Empty files of the same names and sizes replace those of other ranks here; the core, and
-:mod:`fastshard.common.safe_files`, read the contents of the originals.
+Empty files with the same names and sizes represent other ranks' files here; the core and
+:mod:`fastshard.common.safe_files` read the contents of the originals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .rendezvous import Meeting
 
 __all__ = ["SHARED_BYTES", "SharedSource", "own_files", "share_files"]
 
-#: Code of the finding that says how much went from host to host.
+#: Code of the finding that states how many bytes were transferred between hosts.
 SHARED_BYTES = codes.LENT
 
 
@@ -31,16 +31,16 @@ SHARED_BYTES = codes.LENT
 class SharedSource:
     """The complete checkpoint, as one rank sees it."""
 
-    #: All CKPTs, in the order of the ranks.
+    #: The paths of all checkpoint parts, in the order of the ranks.
     sources: list[Path]
-    #: The rank that each of them is of.
+    #: The rank of each of these paths.
     near: list[int]
-    #: Folders here that stand for others: (path here, host, path there).
+    #: Local folders that represent folders of other hosts: (path here, host, path there).
     _names: list[tuple[str, str, str]]
     _meeting: Meeting
 
     def named(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Return findings in which files have the names of their hosts."""
+        """Return the findings with files named as on their hosts."""
         return [self._named(finding) for finding in findings]
 
     def _named(self, finding: Finding) -> Finding:
@@ -60,13 +60,13 @@ class SharedSource:
         return [digest_request(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
     def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> dict[str, Any]:
-        """Return data that identify a run later: the requests of all ranks, and stamps of the files."""
+        """Return data that later identifies a run: the requests of all ranks, and stamps of the files."""
         places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
         stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
         return {"asked": self.digest_requests(words), "stamps": stamp}
 
     def report_bytes(self) -> Finding:
-        """Report how many bytes each rank sent through the destination; rank 0 alone reports it."""
+        """Report how many bytes each rank sent through the destination; only rank 0 reports it."""
         bytes_by_rank = self._meeting.core.lent()
         each = ", ".join(f"rank {rank}: {bytes_by_rank[rank]}" for rank in sorted(bytes_by_rank))
         return Finding.of(
@@ -116,7 +116,8 @@ def digest_request(words: Mapping[str, Any], listing: Listing) -> str:
 def share_files(
     meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: bool
 ) -> Iterator[SharedSource | None]:
-    """Share this rank's part of the checkpoint, and yield all of it; yield None if every rank sees all.
+    """Share this rank's part of the checkpoint, and yield the complete checkpoint; yield None if every rank
+    sees all files.
 
     Raises:
         FastshardError: ``FS515`` without ranks; for files that cannot be listed; the findings for which

@@ -1,5 +1,5 @@
-"""The meeting of a run's ranks at its destination: each states how it was started, and an error of one rank
-stops all.
+"""The rendezvous of a run's ranks at its destination. Each rank registers its arguments, and an error of one
+rank stops all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from .launcher_env import Rank, detect, is_alone
 
 __all__ = ["Meeting", "check_storage"]
 
-#: Seconds that ranks wait for one another: slow starts of a cluster's last nodes are of this order.
+#: Seconds that ranks wait for one another. The last nodes of a cluster may take this long to start.
 TIMEOUT = 600.0
 
 
 def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
-    """Return the rank of this process: as given, from its launcher for ``auto``, or None for one process.
+    """Return the rank of this process: the given one, the launcher's for ``auto``, or None for a single
+    process.
 
     Raises:
         FastshardError: ``FS515`` for invalid values, and as
@@ -89,9 +90,9 @@ class Meeting:
             FastshardError: ``FS522`` with the ranks that did not appear; ``FS524`` if ranks have different
                 arguments; ``FS509`` if another process has this rank.
         """
-        #: Which rank this is.
+        #: The number of this rank.
         self.rank = rank
-        #: Seconds that it waits for others.
+        #: Seconds that it waits for other ranks.
         self.timeout = timeout
         about = {
             "rank": rank.rank,
@@ -106,7 +107,7 @@ class Meeting:
             raise from_core(error) from None
 
     def ranks(self) -> list[_core.MetRank]:
-        """Return all ranks for rank 0; rank 0 and this rank for others."""
+        """Return all ranks on rank 0; on other ranks, rank 0 and this rank."""
         return self.core.ranks()
 
     def __enter__(self) -> Meeting:
@@ -137,7 +138,8 @@ class Meeting:
 
 
 def words_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as ranks compare them: those that affect a result, with paths and objects as texts."""
+    """Return the options that affect a result, in the form that ranks compare: paths and objects are
+    strings."""
     return {
         name: _plain(value) for name, value in sorted(options.items()) if value not in (None, (), [], False)
     }
@@ -159,7 +161,7 @@ def _plain(value: Any) -> Any:
 def met(
     out: StrPath, rank: Rank | None, timeout: float, words: Mapping[str, Any]
 ) -> Iterator[Meeting | None]:
-    """Run the meeting of a run's ranks, and yield it; yield None for a single process."""
+    """Open the rendezvous of a run's ranks, and yield it; yield None for a single process."""
     if rank is None:
         yield None
         return
@@ -174,7 +176,7 @@ class SeenRank:
     rank: int
     host: str
     pid: int
-    #: Its filesystem, and where it is mounted.
+    #: Its filesystem and mount point.
     storage: str
 
 

@@ -1,6 +1,6 @@
-"""Runs that are split into parts: a run is begun once, any process on any host writes a part at any time, and
-the run is committed once. Parts do what ranks do (:mod:`fastshard.conversion.distributed.rendezvous`),
-without waiting for one another.
+"""Runs that are split into parts: a run is started once, any process on any host can write a part at any
+time, and the run is committed once. Parts do the work of ranks
+(:mod:`fastshard.conversion.distributed.rendezvous`), but do not wait for one another.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Source = StrPath | Iterable[StrPath]
 class SplitRun:
     """A run that was split into parts."""
 
-    #: What it is called: 32 hexadecimal digits.
+    #: Id of the run: 32 hexadecimal digits.
     id: str
     #: The destination, absolute.
     out: str
     #: The staging folder.
     folder: str
-    #: Bytes that each part makes; none if the result is complete and only to be committed.
+    #: Number of bytes that each part writes; empty if the result is complete and only needs the commit.
     bytes: list[int]
-    #: What was noticed.
+    #: Warnings and notes.
     findings: list[Finding]
-    #: Bytes of memory that a part may take.
+    #: Memory limit of a part, in bytes.
     memory: int
 
 
@@ -69,8 +69,8 @@ def split(
     The function checks source and destination, creates all files, and divides the work.
 
     Args:
-        source: a path, or several node-local ones; all processes that make parts must see them under the same
-            name.
+        source: a path, or several node-local ones; all processes that write parts must see them at the same
+            paths.
         out: destination directory, on storage that all processes can access.
         parts: number of parts, of equal size.
         options: as for :func:`fastshard.convert`, like the other arguments; with ``resume``, the rest of an
@@ -117,7 +117,7 @@ def split(
     return SplitRun(nonce, _absolute(out), folder, sizes, [*job.findings, *found], job.run["memory"])
 
 
-#: The key of what stands in JSON for a name that is no text.
+#: The JSON key for a name that is not valid UTF-8.
 _BYTES = "fastshard:bytes"
 
 
@@ -245,7 +245,7 @@ def commit(
     threads: int | None = None,
     progress: Report = False,
 ) -> Manifest:
-    """Checks the output of a run's parts, and puts the result in place.
+    """Checks the output of a run's parts, and publishes the result.
 
     Args:
         out: the destination of the run.

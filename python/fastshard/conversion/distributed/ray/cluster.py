@@ -32,13 +32,13 @@ __all__ = [
     "wait",
 ]
 
-#: Seconds in which a cluster's address answers.
+#: Seconds to wait for an answer from a cluster's address.
 _REACH = 5.0
-#: Seconds between two looks at whether a task has ended.
+#: Seconds between two checks whether a task has ended.
 _PAUSE = 0.05
-#: Seconds that tasks are given to stop at their next tile; who does not is ended.
+#: Seconds in which tasks may stop at their next tile; the others are killed.
 _STOP = 10.0
-#: Bytes of the object store of a Ray that is started here: nothing is put there. Ray takes no less than 75
+#: Size in bytes of the object store if Ray is started here. It stays unused, but Ray requires at least 75
 #: MiB.
 _STORE = 80 << 20
 
@@ -115,7 +115,7 @@ def _reach(address: str | None) -> None:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Restore the signal handlers after Ray starts, and disable its usage statistics.
+    """Restore the signal handlers after Ray has started, and disable its usage statistics.
 
     Ray replaces the handler of SIGTERM, which stops a run, and sends usage statistics by default.
     """
@@ -173,9 +173,10 @@ def on(ray: Any, node: str, *, soft: bool) -> Any:
 
 
 def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> tuple[list[Any], list[Any]]:
-    """Wait until one task has ended, or all of them, or the time is up; return ended and other tasks.
+    """Wait until one task or all tasks have ended, or the time is up; return ended and other tasks.
 
-    The function sleeps itself, because Ray replaces the exception of a signal handler by a KeyboardInterrupt.
+    The function sleeps itself instead of waiting in Ray, which replaces the exception of a signal handler by
+    a KeyboardInterrupt.
     """
     until = time.monotonic() + seconds
     while True:
@@ -186,7 +187,7 @@ def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> t
 
 
 def end(ray: Any, refs: list[Any]) -> None:
-    """Stop tasks: first let them stop by themselves, then end them."""
+    """Stop tasks: first ask them to stop, then kill them."""
     for force, seconds in ((False, _STOP), (True, _STOP / 2)):
         for ref in refs:
             ray.cancel(ref, force=force)
@@ -194,6 +195,6 @@ def end(ray: Any, refs: list[Any]) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error of Ray; if a task raised it, by its cause."""
+    """Describe an error of Ray; if a task raised it, describe its cause."""
     cause = getattr(error, "cause", None)
     return f"{type(cause).__name__}: {line_of(cause)}" if cause is not None else line_of(error)

@@ -1,5 +1,5 @@
-"""A split run (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: it is begun
-and committed here, and its parts are written on the cluster's nodes.
+"""A split run (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are Ray tasks. This process
+starts and commits the run; the cluster's nodes write the parts.
 
 Ray is imported only when it is needed.
 """
@@ -55,28 +55,29 @@ def convert(
 ) -> Manifest:
     """Convert a checkpoint on the nodes of a Ray cluster and publish the result at ``out``.
 
-    The call publishes a complete result or none. This process begins the run and commits it; a task on each
-    node writes a part. If a worker or node dies, another one writes its part.
+    The call publishes a complete result or none. This process starts and commits the run; a task on each node
+    writes a part. If a worker or node dies, another one writes its part.
 
     Args:
-        source: a path, or several node-local ones; all nodes must see them under the same name.
+        source: a path, or several node-local ones; all nodes must see them at the same paths.
         out: destination directory, on storage that all nodes and this process can access.
         to: target layout; None merges under the source's own names.
         address: ``"local"`` starts Ray on this host for the duration of the call; ``"auto"`` or ``HOST:PORT``
             is the address of a cluster; None lets ``ray.init`` choose. A process that is already connected
             keeps its connection.
         parts: number of parts, of equal size; default one for each node that has CPUs.
-        cpus: CPUs that each task reserves; default all of its node, so that a node writes one part at a time,
-            and at most those of the second largest node, which replaces the largest if it dies.
+        cpus: CPUs that each task reserves. By default a task reserves all CPUs of its node, so that a node
+            writes one part at a time, but no more than the second largest node has: that node replaces the
+            largest if it dies.
         retries: number of retries of a part whose worker or node has died.
-        node_local: ``source`` is, on each node, the part of the checkpoint on its own disk. A rank runs on
-            each node that has CPUs, and on no other, as with ``fastshard.convert(..., node_local=True)``. If
-            a node dies, its files are lost to the run.
+        node_local: ``source`` is, on each node, the part of the checkpoint on that node's own disk. A rank
+            runs on each node that has CPUs, as with ``fastshard.convert(..., node_local=True)``. If a node
+            dies, the run loses its files.
         memory: of this process, and of each worker, as for :func:`fastshard.convert`.
         threads: of each task; default ``cpus``, or as many as its node has.
-        progress: as for :func:`fastshard.convert`, over all parts; it goes back if a part is retried.
-        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` a run continues
-            with any number of nodes.
+        progress: as for :func:`fastshard.convert`, over all parts; it decreases if a part is retried.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume``, any number of
+            nodes can continue a run.
 
     Returns:
         The manifest of the result.

@@ -1,4 +1,4 @@
-"""Ranks as tasks of Ray, each bound to one node, whose own disk has a part of the checkpoint."""
+"""Ranks as Ray tasks, each bound to one node that has a part of the checkpoint on its own disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tasks import LOOK, Board, telling
 
 __all__ = ["on_own_disks", "take_part"]
 
-#: Seconds that ranks are given to end once one has stopped all.
+#: Seconds in which ranks must end after one rank has stopped all.
 _FAREWELL = 20.0
 
 
@@ -29,7 +29,7 @@ def take_part(
     """Take part in a run as one of its ranks, on a node.
 
     Returns:
-        ``findings`` with the reason for a failure, or those of the result; ``manifest`` of the result;
+        ``findings`` with the reason for a failure, or the findings of the result; ``manifest`` of the result;
         ``host`` and ``node`` of this process.
     """
     ray = library()
@@ -66,12 +66,13 @@ def on_own_disks(
         cpus: CPUs that each rank reserves; default all of its node.
         threads: threads of each rank; default ``cpus``, or as many as its node has.
         retries: number of retries of all ranks.
-        on_progress: called with bytes done and in all.
+        on_progress: called with bytes done and total bytes.
 
     Raises:
-        FastshardError: as :func:`fastshard.convert`; ``FS523`` for a node that has died: no other node has
-            its files.
-        BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its ``findings``.
+        FastshardError: as :func:`fastshard.convert`; ``FS523`` for a node that has died, because no other
+            node has its files.
+        BaseException: the exception from ``on_progress`` or a signal handler, with ``FS510`` as its
+            ``findings``.
     """
     # The same order in a later run: which rank has which files is part of what is made.
     nodes = sorted(nodes, key=lambda node: (node.host, node.id))

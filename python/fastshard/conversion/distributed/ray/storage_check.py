@@ -18,11 +18,11 @@ from .cluster import Node, called, describe_error, line_of, living, on, wait
 
 __all__ = ["look", "sharing"]
 
-#: Seconds that a node's worker is given to start: its environment may have to be installed first.
+#: Seconds in which a node's worker must start: its environment may have to be installed first.
 _START = 600.0
-#: Seconds that the other nodes are given to answer, once one has said that it does not see the destination.
+#: Seconds in which the other nodes must answer after one has reported that it cannot see the destination.
 _OTHERS = 2.0
-#: Seconds between two looks at who has answered.
+#: Seconds between two checks for answers.
 _LOOK = 0.5
 
 
@@ -47,7 +47,7 @@ def look(path: str, token: str, answer: str) -> dict[str, Any]:
 def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
     """Create a file next to a destination and yield its path and content.
 
-    The function yields None if the file cannot be created: beginning the run reports why.
+    The function yields None if the file cannot be created; the start of the run reports why.
     """
     real = Path(os.path.realpath(out))
     inside = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK))

@@ -1,4 +1,4 @@
-"""Parts of a run as tasks of Ray, which are retried if a worker or a node dies."""
+"""Parts of a run as Ray tasks, which are retried if a worker or a node dies."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .cluster import Node, called, describe_error, end, library, line_of, living
 
 __all__ = ["Board", "Tasks", "make_part", "telling"]
 
-#: Seconds between two words of a task about how far it is, and two looks at them.
+#: Seconds between two progress reports of a task, and between two reads of them.
 LOOK = 0.5
-#: Seconds between two looks at which nodes there are.
+#: Seconds between two listings of the nodes.
 _NODES = 5.0
-#: Seconds without any node that a run waits for new ones.
+#: Seconds for which a run without any node waits for a new one.
 _NOBODY = 60.0
-#: Seconds that Ray has to make a part elsewhere whose node has died: it waits for minutes for a process there
-#: that is frozen, and not gone.
+#: Seconds in which Ray must restart a dead node's part on another node. Ray itself waits minutes for a
+#: process that is frozen but not gone.
 _FROZEN = 15.0
-#: Seconds that a task waits for another process that makes its part: one that Ray holds for dead, and that is
-#: not.
+#: Seconds for which a task waits for another process that writes its part, one that Ray wrongly considers
+#: dead.
 _TAKEN = 120.0
 
 
 class Board:
-    """The progress of all parts: an actor to which tasks report, and from which the caller reads."""
+    """An actor with the progress of all parts: tasks report to it, and the caller reads from it."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._parts = {part: (0, size) for part, size in enumerate(sizes)}
@@ -121,7 +121,7 @@ class Tasks:
         self._board: Any = None
         self._request: Any = None
         self._nobody: float | None = None
-        #: When nodes of tasks were first seen to be dead.
+        #: When each task's node was first found dead.
         self._dead: dict[str, float] = {}
         self._looked = time.monotonic()
 
@@ -130,7 +130,7 @@ class Tasks:
 
     @property
     def most_threads(self) -> int:
-        """Threads of the node with the most threads, for which the work is divided."""
+        """Number of threads of the node with the most threads; the work is divided for this number."""
         return max(self._threads_on(node) for node in self._nodes)
 
     def make(self, run: SplitRun, on_progress: Callback | None) -> None:
@@ -138,7 +138,7 @@ class Tasks:
 
         Raises:
             FastshardError: with all findings that prevented parts.
-            BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its
+            BaseException: the exception from ``on_progress`` or a signal handler, with ``FS510`` as its
                 ``findings``.
         """
         way = f"continue the run, or remove {run.folder}; {UNPUBLISHED}"
@@ -236,7 +236,7 @@ class Tasks:
                 self._start(run, replace(task, node=node, cpus=cpus), pending)
 
     def _came_to(self, ref: Any, task: _Task) -> list[Finding]:
-        """Return the findings that say why a task failed; none if it did not fail."""
+        """Return the findings that explain why a task failed; none if it did not fail."""
         exceptions = self._ray.exceptions
         try:
             outcome = self._ray.get(ref)
