@@ -1,1 +1,1 @@
-"""Checkpoints outside of this host's file systems: object stores and the hub."""
+"""Checkpoints outside of local file systems: object stores and the Hub."""

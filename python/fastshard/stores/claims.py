@@ -19,16 +19,16 @@ from .store import ConditionFailed, Mark, WritableStore
 
 __all__ = ["BEAT", "CLAIM", "OWN_FOLDER", "Claim", "Lease", "find_claim", "is_own", "seize"]
 
-#: The folder of what is no part of a result.
+#: The folder for objects that are not part of a result.
 OWN_FOLDER = ".fastshard/"
 CLAIM = OWN_FOLDER + "claim"
-#: Seconds between two beats of a run.
+#: Seconds between two heartbeats of a run.
 BEAT = 10.0
-#: Beats that a run may miss before it counts as dead.
+#: Number of heartbeats that a run may miss before it counts as dead.
 MISSED = 3
-#: Bytes of a claim at most; it has the names of a result's files.
+#: Maximum size of a claim in bytes; it contains the names of a result's files.
 MOST_BYTES = 64 << 20
-#: Objects that are removed between two looks at the claim, and at a time.
+#: Number of objects that are removed at a time, between two checks of the claim.
 _BATCH = 64
 _PARALLEL = 8
 _RUN = compile_when_used(r"[0-9a-f]{32}")
@@ -40,15 +40,15 @@ class Claim:
 
     #: Identity of the run in 32 hexadecimal digits.
     run: str
-    #: Digest of its plan; empty for a run that only removes.
+    #: Digest of its plan; empty for a run that only removes objects.
     plan: str
     #: Identity of its process.
     process: str
-    #: Names of its files; one that ends in a slash is a folder.
+    #: Names of its files; a name with a trailing slash is a folder.
     names: tuple[str, ...]
-    #: The object that is put last.
+    #: The object that is written last.
     last: str
-    #: Number of its beats.
+    #: Number of its heartbeats.
     beat: int = 0
 
     @classmethod
@@ -61,7 +61,7 @@ class Claim:
         """Read a claim.
 
         Raises:
-            FastshardError: ``FS504`` if the object is none.
+            FastshardError: ``FS504`` if the object is not a claim.
         """
         try:
             if len(content) > MOST_BYTES:
@@ -98,18 +98,18 @@ class Claim:
         return json.dumps(record).encode()
 
     def make_holds(self) -> Callable[[str], bool]:
-        """Return a function that is True for an object of the run."""
+        """Return a function that returns True for an object of the run."""
         files = {name for name in self.names if not name.endswith("/")}
         folders = tuple(name for name in self.names if name.endswith("/"))
         return lambda path: path in files or path.startswith(folders)
 
     def touches(self, path: str) -> bool:
-        """Return True for an object of the run, and for a folder that has some."""
+        """Return True for an object of the run, and for a folder that contains one."""
         return self.make_holds()(path) or any(name.startswith(f"{path}/") for name in self.names)
 
 
 def is_own(path: str) -> bool:
-    """Return True for an object of the run's records, which is no part of a result."""
+    """Return True for a record of the run, which is not part of a result."""
     return path.startswith(OWN_FOLDER)
 
 
@@ -120,20 +120,20 @@ def find_claim(store: WritableStore) -> tuple[Claim, Mark] | None:
 
 
 class Lease:
-    """A claim that this process holds. It shows a sign of life now and then, until it is stopped or lost."""
+    """A claim that this process owns. It sends heartbeats until it is stopped or lost."""
 
     def __init__(self, store: WritableStore, claim: Claim, mark: Mark, beat: float | None = None) -> None:
-        """Begin to show signs of life.
+        """Start to send heartbeats.
 
         Args:
             store: the prefix.
-            claim: the claim, which is there.
+            claim: the existing claim.
             mark: its mark.
-            beat: seconds between two signs of life; default :data:`BEAT`.
+            beat: seconds between two heartbeats; default :data:`BEAT`.
         """
         self._store, self.claim, self._mark = store, claim, mark
         self._beat = BEAT if beat is None else beat
-        #: False for a store that puts objects whatever the condition.
+        #: False for a store that ignores the condition of a put.
         self.has_conditions = True
         self.is_lost = False
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ class Lease:
         self._thread.start()
 
     def renew(self) -> None:
-        """Show a sign of life, if the claim is still this run's.
+        """Send a heartbeat if this run still owns the claim.
 
         Raises:
             FastshardError: ``FS507`` if the store does not answer.
@@ -152,7 +152,7 @@ class Lease:
                 repeat(self._put_beat)
 
     def refuse_lost(self) -> None:
-        """Raise an exception if another run is known to have taken the claim over.
+        """Raise an exception if another run is known to have taken over the claim.
 
         Raises:
             FastshardError: ``FS509``.
@@ -166,24 +166,24 @@ class Lease:
             )
 
     def confirm(self) -> None:
-        """Find out whether the claim is still this run's.
+        """Check that this run still owns the claim.
 
         Raises:
-            FastshardError: ``FS509`` if it is not; ``FS507`` if the store does not answer.
+            FastshardError: ``FS509`` if it does not; ``FS507`` if the store does not answer.
         """
         self.renew()
         self.refuse_lost()
 
     def stop(self) -> None:
-        """Show no more signs of life."""
+        """Stop sending heartbeats."""
         self._ends.set()
         self._thread.join()
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Remove objects as long as the claim is this run's, and the claim itself last if it is among them.
+        """Remove objects while this run owns the claim; the claim itself, if among them, is removed last.
 
         Raises:
-            FastshardError: ``FS509`` if another run has taken it over; otherwise what the store reports.
+            FastshardError: ``FS509`` if another run has taken it over; otherwise the errors of the store.
         """
         wanted = set(paths)
         others = sorted(wanted - {CLAIM})
@@ -227,18 +227,18 @@ class Lease:
 
 
 def seize(store: WritableStore, claim: Claim, mark: Mark, plan: str = "", beat: float | None = None) -> Lease:
-    """Replace the claim of a run that has ended by one of this process.
+    """Replace the claim of an ended run by a claim of this process.
 
     Args:
         store: the prefix.
-        claim: the claim that is there.
+        claim: the existing claim.
         mark: its mark.
-        plan: digest of the plan that this process carries out; none of those who only remove, so that nobody
-            continues the run meanwhile.
+        plan: digest of the plan that this process carries out; empty for a process that only removes objects,
+            so that no other process continues the run meanwhile.
         beat: as for :class:`Lease`.
 
     Raises:
-        ConditionFailed: it is no longer the claim with this mark.
+        ConditionFailed: the claim no longer has this mark.
     """
     own = Claim.make(plan, claim.names, claim.last)
     return Lease(store, own, store.put(CLAIM, own.to_bytes(), mark), beat)

@@ -1,4 +1,4 @@
-"""SHA-256 of files of a store, from the ranges that are read, compared with what the store states."""
+"""SHA-256 of files in a store, computed from the ranges that are read and compared with the store's value."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .store import StoredFile
 
 __all__ = ["ContentHash"]
 
-#: Seconds that a range waits for those before it: longer than a request takes with all its repetitions.
+#: Seconds for which a range waits for preceding ranges, longer than a request with all its retries.
 _PATIENCE = 600.0
 
 
 class ContentHash:
     """The SHA-256 of a file whose ranges are read in any order, by several threads.
 
-    Ranges before the next byte to hash are ignored. Those after it are kept as long as there is room, and
-    then wait for ranges before them that are under way. A file that is not read in full, or too far out of
+    Ranges before the next byte to hash are ignored. Later ranges are kept while there is room; after that
+    they wait for pending ranges before them. A file that is not read completely, or is read too far out of
     order, is not compared.
     """
 
     def __init__(self, file: StoredFile, name: str, room: int) -> None:
-        """Begin with nothing read.
+        """Start without any ranges.
 
         Args:
-            file: a file of which the store states the SHA-256.
-            name: the file for users.
-            room: bytes of ranges that are kept.
+            file: a file with a SHA-256 from the store.
+            name: name of the file in messages.
+            room: maximum number of bytes of ranges to keep.
         """
         self._file, self._name, self._room = file, name, room
         self._hash = hashlib.sha256()
         self._next = 0
         self._kept: dict[int, bytes] = {}
         self._changed = threading.Condition()
-        #: First bytes of the ranges that are under way.
+        #: First bytes of the pending ranges.
         self._pending: list[int] = []
         self._process = os.getpid()
         self._has_given_up = False
@@ -50,7 +50,7 @@ class ContentHash:
 
     @contextmanager
     def expect(self, offset: int) -> Iterator[None]:
-        """Let later ranges wait for one that is read within a block."""
+        """Announce a range that the block reads, so that later ranges wait for it."""
         with self._changed:
             if self._process != os.getpid():
                 # What is under way in its parent never arrives in a forked process.
@@ -64,9 +64,10 @@ class ContentHash:
                 self._changed.notify_all()
 
     def add(self, offset: int, content: memoryview) -> list[Finding] | None:
-        """Take a range that was read; return findings if the file is complete and another one than stated.
+        """Add a range that was read; return findings if the file is complete and its hash differs.
 
-        They are returned for each later range too: nobody may have waited for the one that was last.
+        They are returned for each later range too, because the caller of the last range may have stopped
+        waiting.
         """
         with self._changed:
             while not self._has_room(offset, len(content)) and any(first < offset for first in self._pending):
@@ -111,7 +112,7 @@ class ContentHash:
         self._kept.clear()
 
     def _has_room(self, offset: int, length: int) -> bool:
-        """Return True unless a range is one to keep that finds no room."""
+        """Return False if a range must be kept but there is no room for it."""
         if offset <= self._next or self._has_given_up or self.is_compared:
             return True
         return sum(map(len, self._kept.values())) + length <= self._room

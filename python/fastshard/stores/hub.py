@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["HubRepository", "open_repository"]
 
-#: Bytes of a name and of a path on Linux.
+#: Maximum lengths in bytes of a name and of a path on Linux.
 _NAME_MAX = 255
 _PATH_MAX = 4095
 
 
 class HubRepository:
-    """A model repository of the hub, or a folder or file of one, at the commit that its revision names.
+    """A model repository on the Hub, or a folder or file in one, at the commit of its revision.
 
-    The commit is asked for when this is made; everything later is read at it, wherever the branch moves.
+    The commit is resolved at construction; all later reads use it, even if the branch moves.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class HubRepository:
         Args:
             address: ``hf://org/name[@revision][/folder]``.
             endpoint: address of the hub; default ``HF_ENDPOINT``.
-            token: as huggingface_hub takes it: default the user's, False for none.
-            now: the clock that deadlines are taken from, in seconds.
+            token: as for huggingface_hub: default the user's token, False for none.
+            now: the clock for deadlines, in seconds.
             sleep: called with the seconds to wait before a retry.
 
         Raises:
@@ -67,16 +67,16 @@ class HubRepository:
 
     @property
     def address(self) -> str:
-        """The address for users, as they gave it."""
+        """The address as the user gave it."""
         return self._parts.text
 
     @property
     def revision(self) -> str:
-        """The commit that the address was resolved to, in 40 hexadecimal digits."""
+        """The commit to which the address was resolved, in 40 hexadecimal digits."""
         return self._commit
 
     def list_files(self) -> list[StoredFile]:
-        """List all files below the root, sorted by path, with the SHA-256 of those in LFS.
+        """List all files below the root, sorted by path, with the SHA-256 of LFS files.
 
         Raises:
             FastshardError: as :meth:`Store.list_files` raises it.
@@ -116,7 +116,7 @@ class HubRepository:
         return [files[path] for path in sorted(files)]
 
     def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from ``offset`` of a file, from the hub's cache if it is there.
+        """Fill a buffer with the bytes of a file from ``offset``, from the Hub's cache if the file is there.
 
         Raises:
             FastshardError: as :meth:`Store.read_into` raises it.
@@ -133,7 +133,7 @@ class HubRepository:
             self._hub.read_into(self._commit, path, file, offset, buffer)
 
     def _find_root(self) -> None:
-        """Find out whether the address names a folder or a file."""
+        """Determine whether the address names a folder or a file."""
         entry = self._hub.look_up(self._commit, self._parts.path)
         if entry.get("type") == "directory":
             self._folder = f"{self._parts.path}/"
@@ -164,7 +164,7 @@ class HubRepository:
         return StoredFile(path, size, f"{self._commit}/{blob}", sha256=sha256)
 
     def _read_cached(self, path: str, file: StoredFile, offset: int, buffer: memoryview) -> bool:
-        """Fill a buffer from the hub's cache; return False unless it has the file at this commit in full."""
+        """Fill a buffer from the Hub's cache; return False unless it has the complete file at this commit."""
         from huggingface_hub import try_to_load_from_cache
 
         try:
@@ -193,7 +193,7 @@ if TYPE_CHECKING:
 
 
 def _cache_folder() -> str | None:
-    """Return the folder of the hub's cache, by the environment of now; None for the library's default."""
+    """Return the folder of the Hub's cache from the current environment; None for the library's default."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return os.path.expandvars(os.path.expanduser(folder))  # noqa: PTH111
     if home := os.environ.get("HF_HOME"):
@@ -217,7 +217,7 @@ def _is_possible(path: str) -> bool:
 
 
 def open_repository(address: str, options: Mapping[str, str]) -> HubRepository:
-    """Return the repository of an address; ``options`` may have an ``endpoint`` and a ``token``.
+    """Return the repository for an address; ``options`` may have an ``endpoint`` and a ``token``.
 
     Raises:
         FastshardError: ``FS515`` for another option; otherwise as :class:`HubRepository`.

@@ -33,7 +33,7 @@ class HubAddress:
         """Parse an address.
 
         Raises:
-            FastshardError: ``FS515`` if it is malformed, ``FS514`` for what is not a model repository.
+            FastshardError: ``FS515`` if it is malformed, ``FS514`` if it is not a model repository.
         """
         text = text.rstrip("/")
         if not text.isascii():
@@ -70,5 +70,5 @@ class HubAddress:
 
 
 def malformed(what: str, address: str | None, help: str = f"write {_FORM}") -> FastshardError:
-    """Make the error for an address that is not one of a repository."""
+    """Make the error for a malformed address of a repository."""
     return FastshardError.of(codes.USAGE, what, file=address, help=help)

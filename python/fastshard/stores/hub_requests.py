@@ -1,7 +1,8 @@
 """Requests to the Hugging Face Hub for one model repository.
 
-They go through the session of huggingface_hub, with its headers, token, proxies and certificates. They are
-made here because its own calls wait without a limit: for an answer, and as long as ``Retry-After`` says.
+They use the session of huggingface_hub, with its headers, token, proxies and certificates. This module makes
+them itself because huggingface_hub's own calls have no time limit: they wait for an answer, and for as long
+as ``Retry-After`` states.
 
 source: huggingface_hub hf_api.py (addresses and answers of the API), file_download.py (``resolve``),
     utils/_http.py (the session, ``X-Error-Code``, redirects), utils/_headers.py
@@ -32,31 +33,31 @@ if TYPE_CHECKING:
 
 __all__ = ["SHA256", "HubRequests", "http_library"]
 
-#: Seconds for which errors that pass are retried, and the bytes per second that a slow line still has.
+#: Seconds for which transient errors are retried, and the minimum bytes per second of a slow connection.
 _PATIENCE = 60.0
 _SLOWEST = 100_000
-#: Seconds without a byte after which a request is given up, and those to connect.
+#: Seconds without data after which a request fails, and seconds to connect.
 _SILENCE = 30.0
 _CONNECT = 10.0
-#: Seconds before the first retry and at most before each, if the server does not say how many.
+#: Seconds before the first retry, and maximum before each, if the server does not state a delay.
 _FIRST_WAIT = 0.5
 _LONGEST_WAIT = 8.0
-#: Tries to connect before anything was answered: the name or the port is most often wrong then.
+#: Connection attempts before the first answer; if all fail, usually the name or the port is wrong.
 _CONNECT_TRIES = 4
-#: Redirects of one request.
+#: Maximum number of redirects of one request.
 _MOST_HOPS = 10
-#: Files and pages of a listing, and bytes of one of its pages.
+#: Maximum numbers of files and pages of a listing, and of bytes of a page.
 _MOST_FILES = 200_000
 _MOST_PAGES = 10_000
 _MOST_BYTES = 64 << 20
-#: Signed addresses that are kept for the following reads.
+#: Maximum number of signed addresses to keep for later reads.
 _MOST_KEPT = 4096
-#: What a signed address is answered with once it has expired.
+#: Status codes for an expired signed address.
 _EXPIRED = (400, 401, 403, 404, 410)
-#: Bytes of an answer's body that are read although nobody wants them, to use its connection again.
+#: Maximum number of bytes of an unneeded body to read so that its connection can be reused.
 _MOST_UNWANTED = 64 << 10
 
-#: Bytes of what the hub says of a user, at most.
+#: Maximum size in bytes of the Hub's answer about a user.
 _MOST_OF_USER = 4 << 20
 #: Keys of the name and of the commit of a branch.
 _REF = ("name", "targetCommit")
@@ -65,7 +66,7 @@ _REF = ("name", "targetCommit")
 SHA256 = compile_when_used(r"[0-9a-f]{64}")
 _COMMIT = compile_when_used(r"[0-9a-f]{40}")
 _CONTENT_RANGE = compile_when_used(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
-#: Seconds until a limit of requests ends. source: draft-ietf-httpapi-ratelimit-headers
+#: Seconds until a rate limit ends. source: draft-ietf-httpapi-ratelimit-headers
 _LIMIT_ENDS = compile_when_used(r";\s*r=0\s*;\s*t=(\d+)")
 
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -73,7 +74,7 @@ _LOG_IN = "hf auth login"
 
 
 class _Retry(Exception):
-    """A failure that may pass."""
+    """A failure that may be transient."""
 
     def __init__(self, what: str, *, wait: float = 0.0, is_connecting: bool = False) -> None:
         super().__init__(what)
@@ -81,7 +82,7 @@ class _Retry(Exception):
 
 
 class _Piece(NamedTuple):
-    """A range of a file that is asked for."""
+    """A requested range of a file."""
 
     path: str
     file: StoredFile
@@ -90,9 +91,9 @@ class _Piece(NamedTuple):
 
 
 class HubRequests:
-    """Requests to the hub for one repository, retried while that may help, and its answers as errors.
+    """Requests to the Hub for one repository: they are retried if that may help, and failures become errors.
 
-    Nothing that an HTTP library says is repeated, as it names addresses with signatures, and headers.
+    Texts of HTTP libraries are never repeated, because they contain signed addresses and headers.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class HubRequests:
         self._endpoint = _checked_endpoint(endpoint)
         self._origin = _origin_of(self._endpoint)
         self._is_encrypted = self._endpoint.startswith("https:")
-        #: True once there was an answer to a request.
+        #: True once a request was answered.
         self._has_answered = False
         #: True if the address names a file.
         self.is_one_file = False
@@ -136,7 +137,7 @@ class HubRequests:
         return commit
 
     def look_up(self, commit: str, path: str) -> dict[str, Any]:
-        """Return what the hub lists of one path, a file's or a folder's."""
+        """Return the Hub's listing entry for one path, a file or a folder."""
         answer, _ = self._ask(self._api(f"paths-info/{commit}"), "commit", paths=path)
         if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
             raise self.strange("the answer is not a list of files")
@@ -151,7 +152,7 @@ class HubRequests:
         )
 
     def list_tree(self, commit: str, folder: str, *, deep: bool = True) -> list[dict[str, Any]]:
-        """List files and folders below a folder, or in it alone, of all pages."""
+        """List files and folders below a folder, or only directly in it, from all pages."""
         below = f"/{quote(folder)}" if folder else ""
         url: str | None = self._api(f"tree/{commit}{below}?recursive={str(deep).lower()}&expand=false")
         entries: list[dict[str, Any]] = []
@@ -190,7 +191,7 @@ class HubRequests:
         return refs
 
     def list_commits(self, commit: str) -> list[str]:
-        """Return a commit and those before it, the newest first, as far as one page has them."""
+        """Return a commit and its ancestors, newest first, as far as they are on one page."""
         answer, _ = self._ask(self._api(f"commits/{commit}"), "commit")
         found = [row.get("id") if isinstance(row, dict) else None for row in answer or ()]
         if not all(isinstance(one, str) for one in found):
@@ -198,7 +199,7 @@ class HubRequests:
         return [str(one) for one in found]
 
     def find_role(self) -> str | None:
-        """Return the role of the token, such as ``read`` or ``write``; None if the hub does not state it."""
+        """Return the role of the token, e.g. ``read`` or ``write``; None if the Hub does not state it."""
         import json
 
         body = bytearray()
@@ -218,7 +219,7 @@ class HubRequests:
         return None
 
     def find_token(self) -> str | None:
-        """Return the token of this user; None without one."""
+        """Return this user's token; None if there is none."""
         header = self._headers(with_token=True).get("authorization", "")
         return header.removeprefix("Bearer ") or None
 
@@ -228,7 +229,8 @@ class HubRequests:
         return self._endpoint
 
     def read_into(self, commit: str, path: str, file: StoredFile, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with a range of a file; what came before an error that passes is not read again."""
+        """Fill a buffer with a range of a file; after a transient error, only the remaining bytes are
+        read."""
         length, done = len(buffer), 0
         deadline = self._now() + _PATIENCE + length / _SLOWEST
         named = self._named(file)
@@ -260,12 +262,12 @@ class HubRequests:
         return f"{self._endpoint}/api/models/{self._address.repository}/{rest}"
 
     def _ask(self, url: str, subject: str, paths: str | None = None) -> tuple[Any, str | None]:
-        """Ask the API and return the answer and the address of the next page.
+        """Query the API, and return the answer and the address of the next page.
 
         Args:
             url: the address.
-            subject: ``revision`` or ``commit``, whichever the answer depends on.
-            paths: if given, it is posted.
+            subject: ``revision`` or ``commit``, on which the answer depends.
+            paths: body of a POST request, if given.
         """
         import json
 
@@ -301,7 +303,7 @@ class HubRequests:
         raise self.strange("the answer is an HTML page" if is_page else "the answer is not JSON")
 
     def _inside(self, url: str) -> str:
-        """Return an address of the API at this endpoint: a mirror may repeat the hub's own."""
+        """Return an API address at this endpoint, because a mirror may return the Hub's own addresses."""
         if not _is_web(url):
             raise self.strange("the endpoint names an address that is not a web address")
         named, at = urlsplit(url), urlsplit(self._endpoint)
@@ -313,7 +315,7 @@ class HubRequests:
 
     @contextlib.contextmanager
     def _open_range(self, commit: str, piece: _Piece) -> Iterator[Any]:
-        """Request a range and yield the response that has it, by the kept address if that still works."""
+        """Request a range and yield the response, from the kept address if that still works."""
         headers = {"Range": f"bytes={piece.start}-{piece.start + piece.length - 1}"}
         kept = self._kept.get(piece.path)
         if kept is not None:
@@ -356,9 +358,9 @@ class HubRequests:
 
     @contextlib.contextmanager
     def _request(self, url: str, headers: dict[str, str], paths: str | None = None) -> Iterator[Any]:
-        """Send a request and yield the response, whose body is not read yet; redirects are not followed.
+        """Send a request and yield the response with an unread body; redirects are not followed.
 
-        The token is sent to the endpoint alone.
+        The token is sent only to the endpoint.
         """
         from huggingface_hub import get_session
 
@@ -413,7 +415,7 @@ class HubRequests:
         return dict(headers)
 
     def _try(self, attempt: Callable[[], Result], deadline: float, named: str) -> Result:
-        """Call what may fail until it does not, or until the deadline."""
+        """Call a function that may fail until it succeeds, or until the deadline."""
         import random
 
         delay, tries = _FIRST_WAIT, 0
@@ -443,7 +445,7 @@ class HubRequests:
     # --- answers
 
     def _check_commit(self, response: Any, commit: str, file: StoredFile) -> None:
-        """Check what the hub states beside the data: the commit, and the content of a file in LFS."""
+        """Check the Hub's statements about the data: the commit, and the hash of a file in LFS."""
         stated = response.headers
         if (got := stated.get("x-repo-commit", commit)) != commit:
             raise self.changed(file, "comes from another commit", got, commit)
@@ -463,7 +465,7 @@ class HubRequests:
         return target
 
     def _check_range(self, response: Any, piece: _Piece) -> None:
-        """Check that the body is the range that was asked for."""
+        """Check that the body is the requested range."""
         file, headers = piece.file, response.headers
         if headers.get("content-encoding", "identity") != "identity":
             raise self._unfit(response, file, "the data is compressed, although this was not requested")
@@ -488,7 +490,7 @@ class HubRequests:
         raise self._unfit(response, file, "the server ignores ranges, and would send the file from the start")
 
     def _check_elsewhere(self, response: Any, url: str, file: StoredFile) -> None:
-        """Check the status of an answer from where the endpoint sent the request."""
+        """Check the status of an answer from the server to which the endpoint redirected."""
         self._check_passing(response, url)
         if response.status_code not in (200, 206):
             raise FastshardError.of(
@@ -511,8 +513,8 @@ class HubRequests:
 
         Args:
             response: the answer.
-            subject: ``revision``, ``commit`` or ``file``: which was asked for.
-            file: the file, if one was asked for.
+            subject: the kind of object requested: ``revision``, ``commit`` or ``file``.
+            file: the file, if one was requested.
         """
         self._check_passing(response, self._endpoint)
         status, reason = response.status_code, response.headers.get("x-error-code", "")
@@ -570,7 +572,7 @@ class HubRequests:
     # --- errors
 
     def strange(self, what: str, file: StoredFile | None = None) -> FastshardError:
-        """Make the error for an answer that no hub gives."""
+        """Make the error for an answer that is not from a Hub."""
         return FastshardError.of(
             codes.IO,
             f"{_host(self._endpoint)} does not answer as a hub: {what}",
@@ -589,7 +591,7 @@ class HubRequests:
     def changed(
         self, file: StoredFile, how: str, got: str | None = None, expected: str | None = None
     ) -> FastshardError:
-        """Make the error for a file that is not the one that was listed."""
+        """Make the error for a file that differs from the listed one."""
         return FastshardError.of(
             codes.SOURCE_CHANGED,
             f"the file {how}",
@@ -620,7 +622,7 @@ class HubRequests:
         return self._address.text if self.is_one_file else f"{self._address.text}/{file.path}"
 
     def _failure(self, library: Any, error: Exception, url: str) -> FastshardError | _Retry:
-        """Say what went wrong, by the class of a library's error alone."""
+        """Describe a failure by the class of a library's error alone."""
         permanent = (library.InvalidURL, library.UnsupportedProtocol, library.LocalProtocolError)
         if isinstance(error, permanent):
             return self.strange(f"{type(error).__name__} for an address of {_host(url)}")
@@ -688,7 +690,7 @@ def http_library() -> Any:
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return the address that a redirect or a link names; the empty string for a malformed one."""
+    """Return the target address of a redirect or a link; the empty string for a malformed one."""
     with contextlib.suppress(ValueError):
         # The scheme in lower case, whatever the reference has.
         return urlsplit(urljoin(base, reference)).geturl()
@@ -713,14 +715,14 @@ def _host(url: str) -> str:
 
 
 def _finish(response: Any) -> None:
-    """Read the short body of an answer that nobody wants, so that its connection is used again."""
+    """Read the short body of an unneeded answer, so that its connection can be reused."""
     length = _stated_number(response, "content-length")
     if length is not None and length <= _MOST_UNWANTED:
         response.read()
 
 
 def _stated_number(response: Any, header: str) -> int | None:
-    """Return a number of bytes that a header states; None if it states none."""
+    """Return the number of bytes in a header; None if it states none."""
     text = response.headers.get(header, "").strip()
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 

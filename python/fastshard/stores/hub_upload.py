@@ -1,8 +1,8 @@
-"""The publication of a result on the Hugging Face Hub, as one commit of a model repository.
+"""Publishing a result on the Hugging Face Hub, as one commit to a model repository.
 
-The result is written to a folder of this host first. huggingface_hub uploads its files, which nobody sees
-until the commit names them. The commit has a parent: the one that the branch led to before the work. If the
-branch leads elsewhere by then, the hub refuses it.
+The result is first written to a local folder. huggingface_hub uploads its files, which stay invisible until
+the commit names them. The commit's parent is the head of the branch before the run. If the branch has moved
+since, the Hub refuses the commit.
 
 source: huggingface_hub hf_api.py (``create_commit``, ``preupload_lfs_files``), _commit_api.py, utils/_http.py
 """
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 __all__ = ["HubUpload", "parse_target"]
 
-#: Names of files that belong to no checkpoint: they stay where a result is published.
+#: Names of files that do not belong to a checkpoint and are kept when a result is published.
 _STAYS = compile_when_used(r"(?i)\.gitattributes|(LICEN[CS]E|NOTICE).*|.*\.(md|png|jpe?g|gif|svg|webp)")
-#: Bytes of the manifest of an older result, at most.
+#: Maximum size in bytes of the manifest of an older result.
 _MOST_OF_MANIFEST = 1 << 30
-#: The attributes of a repository, which the hub completes by itself when it takes large files.
+#: The attributes file of a repository, which the Hub extends itself when it receives large files.
 _ATTRIBUTES = ".gitattributes"
 _COMMIT = compile_when_used(r"[0-9a-f]{40}")
-#: Seconds between two tries to make a commit, and between two looks at it.
+#: Seconds between two attempts to make a commit, and between two checks of it.
 _PAUSE = 2.0
-#: Seconds without a byte after which a request is given up: the hub may take long for a large commit.
+#: Seconds without data after which a request fails; the Hub may take long for a large commit.
 _SILENCE = 300.0
 _CONNECT = 30.0
-#: Files that are uploaded at a time, or read for their hashes.
+#: Number of files that are uploaded or hashed at a time.
 _AT_ONCE = 4
 _CHUNK = 1 << 20
-#: Files that a command for an upload names, at most.
+#: Maximum number of files in a command for an upload.
 _MOST_NAMED = 50
-#: Status codes of refusals: the hub has made no commit then, and makes none if it is asked again.
+#: Status codes of refusals: the Hub has made no commit, and a retry would not help.
 _REFUSALS = (400, 401, 403, 404, 413, 422)
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """A call of huggingface_hub that failed, with the status of the hub's answer."""
+    """A failed call of huggingface_hub, with the status of the Hub's answer."""
 
     error: FastshardError
     status: int | None
@@ -77,14 +77,14 @@ class _LocalFile:
     sha256: str
 
     def is_listed_as(self, entry: dict[str, Any]) -> bool:
-        """Return True if a listing of the hub has this content."""
+        """Return True if an entry in the Hub's listing has this content."""
         lfs = entry.get("lfs")
         if isinstance(lfs, dict) and lfs:
             return bool((lfs.get("oid"), lfs.get("size")) == (self.sha256, self.size))
         return bool(entry.get("size") == self.size and entry.get("oid") == self.compute_blob_id())
 
     def compute_blob_id(self) -> str:
-        """Compute the name that git has for the content."""
+        """Compute git's object id of the content."""
         digest = hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
         with self.path.open("rb") as file:
             while chunk := file.read(_CHUNK):
@@ -96,8 +96,8 @@ def parse_target(address: str, branch: str | None) -> HubAddress:
     """Return the parts of a destination's address, with the branch as its revision.
 
     Raises:
-        FastshardError: ``FS515`` for a malformed address, or for two branches; ``FS514`` for what is not a
-            model repository, or not a branch.
+        FastshardError: ``FS515`` for a malformed address, or for two branches; ``FS514`` if it is not a model
+            repository, or not a branch.
     """
     parts = HubAddress.parse("hf" + address[2:])
     if branch is not None:
@@ -138,7 +138,7 @@ def _not_a_branch(parts: HubAddress, kind: str) -> FastshardError:
 
 
 class HubUpload:
-    """One result on its way to a branch of a model repository, or to a folder of it."""
+    """The upload of one result to a branch of a model repository, or to a folder in it."""
 
     def __init__(
         self,
@@ -153,23 +153,23 @@ class HubUpload:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Find out whether the result can be published, and what is there.
+        """Check whether the result can be published, and list the existing files.
 
         Args:
             address: ``hf://org/name[@branch][/folder]``.
             manifest: name of the manifest in a result.
             branch: the branch, if the address names none.
-            is_pull_request: open a pull request in the place of a commit of the branch.
+            is_pull_request: open a pull request instead of a commit on the branch.
             overwrite: replace an older result.
             endpoint: address of the hub; default ``HF_ENDPOINT``.
             token: default the user's.
-            now: the clock that deadlines are taken from, in seconds.
+            now: the clock for deadlines, in seconds.
             sleep: called with the seconds to wait.
 
         Raises:
             FastshardError: ``FS501`` if the repository is missing; ``FS502`` without a token, or with one
-                that may not write; ``FS504`` if something else is there; ``FS514`` for a tag; ``FS515`` for a
-                malformed address; ``FS507`` if the hub does not answer.
+                without write permission; ``FS504`` if other files are there; ``FS514`` for a tag; ``FS515``
+                for a malformed address; ``FS507`` if the hub does not answer.
         """
         self._parts = parse_target(address, branch)
         self._manifest = manifest
@@ -177,7 +177,7 @@ class HubUpload:
         self._hub = HubRequests(self._parts, endpoint, token, now, sleep)
         #: Findings for the result.
         self.findings: list[Finding] = []
-        #: The commit that was made.
+        #: The new commit.
         self._new_commit: str | None = None
         self._has_begun = False
         self._staged: Path | None = None
@@ -189,22 +189,22 @@ class HubUpload:
         if self._hub.find_role() == "read":
             raise self._refuse_token("this user's token can only read")
         self._folder = f"{self._parts.path}/" if self._parts.path else ""
-        #: Entries of all files before the work, by path in the repository.
+        #: Entries of all files before the upload, by path in the repository.
         self._before = self._list_files(self._parent)
         self._removable = self._check_occupied(overwrite)
 
     @property
     def address(self) -> str:
-        """The address for users, as they gave it."""
+        """The address as the user gave it."""
         return self._parts.text
 
     @property
     def name(self) -> str:
-        """The name of the folder that the result is written to."""
+        """The name of the folder to which the result is written."""
         return (self._parts.path or self._parts.repository).rpartition("/")[2]
 
     def refuse_nested(self, sources: Iterable[str]) -> None:
-        """Refuse a destination whose folder and that of a source on the same branch lie in one another.
+        """Refuse a destination that contains, or is contained in, a source's folder on the same branch.
 
         Raises:
             FastshardError: ``FS505``.
@@ -225,7 +225,7 @@ class HubUpload:
                 )
 
     def list_outcome(self) -> list[Finding]:
-        """Return what became of the result."""
+        """Return the findings about the outcome."""
         if self.findings or self._staged is None or not self._staged.is_dir():
             return self.findings
         return [self._describe_kept(self._staged)]
@@ -259,7 +259,7 @@ class HubUpload:
         raise missing
 
     def _find_parent(self, refs: dict[str, dict[str, str]]) -> tuple[str, bool]:
-        """Return the commit that the new one follows, and whether the branch is still to be made."""
+        """Return the parent of the new commit, and whether the branch must be created."""
         branch = self._parts.revision
         if branch in refs["tags"]:
             raise _not_a_branch(self._parts, "a tag")
@@ -286,7 +286,7 @@ class HubUpload:
         return files
 
     def _check_occupied(self, overwrite: bool) -> set[str]:
-        """Refuse a folder with files of a checkpoint; return those of an older result to be replaced."""
+        """Refuse a folder with files of a checkpoint; return the files of an older result to replace."""
         path = self._parts.path
         above = {"/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 2)} - {""}
         if is_file := sorted(above & self._before.keys()):
@@ -355,11 +355,11 @@ class HubUpload:
     # --- the upload
 
     def publish(self, folder: Path) -> None:
-        """Make the files of a folder one commit, and compare it with them.
+        """Commit the files of a folder, and compare the commit with them.
 
         Raises:
-            FastshardError: ``FS516`` if the branch has moved; ``FS517`` if the commit holds something else;
-                ``FS502`` if the token may not write; otherwise ``FS507``.
+            FastshardError: ``FS516`` if the branch has moved; ``FS517`` if the commit has other contents;
+                ``FS502`` if the token lacks write permission; otherwise ``FS507``.
         """
         self._staged = folder
         with self._keep_quiet():
@@ -406,7 +406,7 @@ class HubUpload:
         )
 
     def _send_files(self, api: HfApi, additions: list[Any]) -> None:
-        """Upload the large files, which nobody sees until a commit names them."""
+        """Upload the large files, which stay invisible until a commit names them."""
 
         def send() -> None:
             api.preupload_lfs_files(
@@ -432,7 +432,7 @@ class HubUpload:
             )
 
     def _make_branch(self, api: HfApi) -> None:
-        """Make the branch, at the commit that the new one follows."""
+        """Create the branch at the parent of the new commit."""
         branch = self._parts.revision
         try:
             self._call(
@@ -444,7 +444,7 @@ class HubUpload:
                 raise
 
     def _remove_branch(self, api: HfApi) -> None:
-        """Remove the branch that this run has made for a commit that then failed."""
+        """Remove the branch that this run created for a commit that then failed."""
         if not self._is_new:
             return
         with contextlib.suppress(Exception):
@@ -456,7 +456,7 @@ class HubUpload:
     ) -> tuple[str, str | None]:
         """Make the commit; return it, and the address of a pull request.
 
-        It is tried again where that may help: with its parent it cannot be made twice on a branch.
+        It is retried if that may help; because of its parent it cannot be made twice on a branch.
         """
 
         def commit() -> tuple[str, str | None]:
@@ -497,7 +497,7 @@ class HubUpload:
         raise failure.error
 
     def _find_made(self, files: dict[str, _LocalFile], removed: list[str]) -> tuple[str, str | None] | None:
-        """Find the commit of which the answer was lost; None if the hub has not made it."""
+        """Find the commit whose answer was lost; None if the Hub has not made it."""
         refs = self._hub.list_refs()
         if self._is_pull_request:
             new = {n: c for n, c in refs["pullRequests"].items() if n not in self._requests_before}
@@ -539,7 +539,7 @@ class HubUpload:
             raise error_for(findings)
 
     def _compare(self, commit: str, files: dict[str, _LocalFile], removed: list[str]) -> list[Finding]:
-        """Compare a commit with the files of this host and with what was there before."""
+        """Compare a commit with the local files and with the earlier files of the repository."""
         there = self._list_files(commit)
         stays = {path: entry for path, entry in self._before.items() if path not in {*files, *removed}}
         found: list[tuple[str, str]] = []
@@ -578,7 +578,7 @@ class HubUpload:
     # --- failures
 
     def explain_failure(self, error: BaseException, folder: Path) -> None:
-        """Say in an error what is left of a run: the folder with the complete result, or nothing."""
+        """Add to an error what remains of a run: the folder with the complete result, or nothing."""
         is_complete = folder.is_dir()
         if self.findings:
             # The result was published before.
@@ -664,16 +664,16 @@ class HubUpload:
                     enable_progress_bars()
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Call huggingface_hub; raise what goes wrong as an error of this package."""
+        """Call huggingface_hub; raise a failure as an error of this package."""
         done = self._attempt(function)
         if isinstance(done, _Failure):
             raise done.error
         return done
 
     def _attempt(self, function: Callable[[], T]) -> T | _Failure:
-        """Call huggingface_hub; return what goes wrong, in words that repeat none of its own.
+        """Call huggingface_hub; return a failure in a description that does not repeat its text.
 
-        An error that is raised later has no error of the library attached, which names signed addresses.
+        An error that is raised later must not carry the library's error, which contains signed addresses.
         """
         try:
             return function()
@@ -711,7 +711,7 @@ class HubUpload:
         return error_for([Finding.of(code, what, file=self.address, expected=expected, help=help_)])
 
 
-#: What the hub's refusals mean: the code, what happened, and what to do.
+#: Meanings of the Hub's refusals: the code, the message, and the advice.
 _ANSWERS = {
     400: (codes.IO, "the hub rejects the upload", "check the repository's settings"),
     401: (codes.PERMISSION, "the hub rejects the token", "log in again with `hf auth login`"),
@@ -733,7 +733,7 @@ _ANSWERS[412] = _ANSWERS[409]
 
 
 def _hash_files(paths: list[Path], additions: list[Any]) -> dict[str, _LocalFile]:
-    """Hash files, several at a time; the hashes are also those that huggingface_hub states to the hub."""
+    """Hash files, several at a time; huggingface_hub sends the same hashes to the Hub."""
     from concurrent.futures import ThreadPoolExecutor
 
     def hash_file(path: Path, addition: Any) -> tuple[str, _LocalFile]:
@@ -745,6 +745,6 @@ def _hash_files(paths: list[Path], additions: list[Any]) -> dict[str, _LocalFile
 
 
 def _list_some(paths: set[str]) -> str:
-    """Name the first of some files, and the number of the others."""
+    """Name the first few files, and the number of the others."""
     first = min(paths)
     return f"{first} and {len(paths) - 1} more" if len(paths) > 1 else first

@@ -1,4 +1,5 @@
-"""Keeps signatures and tokens out of what HTTP libraries log: addresses, and at DEBUG headers too."""
+"""Keeps signatures and tokens out of the logs of HTTP libraries, which contain addresses and, at DEBUG,
+headers."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["filter_logs", "secrets_hidden", "secrets_hidden_everywhere"]
 
-#: Queries of addresses, in which signatures are, and tokens of headers.
+#: Queries of addresses, which contain signatures, and tokens in headers.
 _SECRETS = compile_when_used(r"\?[^\s'\"<>]+|(?i:bearer)\s+[^\s'\"]+")
 _hiding: list[Any] = []
 #: One entry for each :func:`secrets_hidden_everywhere` that is open.
 _everywhere: list[None] = []
-#: Loggers of huggingface_hub that name addresses.
+#: Loggers of huggingface_hub that log addresses.
 _HUB_LOGGERS = ("utils._http", "lfs", "hf_api", "_commit_api", "utils._auth")
 
 
 def filter_logs(library: str) -> None:
     """Install the filter in the loggers of an HTTP library, once.
 
-    It changes only records that are made within :func:`secrets_hidden`, and so none of other users' requests,
-    or within :func:`secrets_hidden_everywhere`.
+    It changes only records that are made within :func:`secrets_hidden`, so not those of other code's
+    requests, or within :func:`secrets_hidden_everywhere`.
     """
     if _hiding:
         return
@@ -40,7 +41,7 @@ def filter_logs(library: str) -> None:
         """Shortens records that are made during a request of this module."""
 
         def filter(self, record: logging.LogRecord) -> bool:
-            """Take secrets out of a record."""
+            """Remove secrets from a record."""
             if _everywhere or is_ours.get():
                 record.msg, record.args = _SECRETS.sub("...", record.getMessage()), None
             return True
@@ -56,7 +57,7 @@ def filter_logs(library: str) -> None:
 
 @contextlib.contextmanager
 def secrets_hidden() -> Iterator[None]:
-    """Filter what this thread logs meanwhile."""
+    """Filter the logs of this thread during the block."""
     is_ours = _hiding[0]
     before = is_ours.set(True)
     try:
@@ -67,7 +68,8 @@ def secrets_hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def secrets_hidden_everywhere() -> Iterator[None]:
-    """Filter what all threads log meanwhile: a library may send requests from threads that it starts."""
+    """Filter the logs of all threads during the block, because a library may send requests from its own
+    threads."""
     _everywhere.append(None)
     try:
         yield

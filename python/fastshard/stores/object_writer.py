@@ -1,11 +1,10 @@
-"""A prefix of S3 or Google Cloud Storage that a result is written to, with obstore.
+"""A prefix of S3 or Google Cloud Storage to which a result is written, with obstore.
 
-What obstore 0.12 does by itself, each held by a test in ``tests/stores``:
+Behaviour of obstore 0.12, each point checked by a test in ``tests/stores``:
 
-- ``mode="create"`` is always a single PUT, whatever the size; so it is used for small objects alone.
-- A put from an iterator is a multipart upload that appears as a whole. If the iterator raises, the upload is
-  aborted and the exception is passed on.
-- A put with a condition is not repeated after its answer was lost.
+- ``mode="create"`` is always a single PUT, whatever the size; so it is used only for small objects.
+- A put from an iterator is a multipart upload that appears atomically. If the iterator raises, the upload is
+aborted and the exception is propagated. - A put with a condition is not retried after its answer was lost.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from .store import NEW, ConditionFailed, Mark, StoredFile
 
 __all__ = ["WritableObjectStore"]
 
-#: Seconds in which a part of an upload, with all its repetitions, succeeds or fails: parts are large.
+#: Deadline in seconds for a part of an upload, including retries; parts are large.
 UPLOAD_DEADLINE = 360.0
-#: What the credentials of a destination have to allow.
+#: Permissions that the credentials of a destination need.
 _RIGHTS = "list, read, put and delete objects there"
 
 
 class WritableObjectStore(ObjectStore):
-    """A prefix of S3 or Google Cloud Storage that a result is written to; see :class:`WritableStore`."""
+    """A prefix of S3 or Google Cloud Storage to which a result is written; see :class:`WritableStore`."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class WritableObjectStore(ObjectStore):
         deadline: float = DEADLINE,
         upload_deadline: float = UPLOAD_DEADLINE,
     ) -> None:
-        """Opens an address as :class:`ObjectStore` does; asks no server yet.
+        """Opens an address as :class:`ObjectStore` does, without any request.
 
         Raises:
             FastshardError: as :class:`ObjectStore`; ``FS514`` for the address of a web server.
@@ -62,7 +61,7 @@ class WritableObjectStore(ObjectStore):
         return found
 
     def fetch(self, path: str) -> tuple[bytes, Mark] | None:
-        """Reads a small object whole; see :meth:`WritableStore.fetch`."""
+        """Reads a small object completely; see :meth:`WritableStore.fetch`."""
 
         def get() -> tuple[bytes, Mark]:
             result = self._obstore.get(self._store, self._key_below(path))
@@ -128,10 +127,10 @@ class WritableObjectStore(ObjectStore):
         return f"{self.address}/{path}"
 
     def _write(self, call: Callable[[], Any], path: str) -> Any:
-        """Call a function that writes; what obstore raises becomes a finding about an object.
+        """Call a function that writes, and convert exceptions of obstore into a finding about an object.
 
         Raises:
-            ConditionFailed: the condition of a put does not hold.
+            ConditionFailed: the condition of a put is not met.
         """
         kinds, about = self._obstore.exceptions, self._address_of(path)
         try:
@@ -148,5 +147,5 @@ class WritableObjectStore(ObjectStore):
 
 
 def _mark(meta: Mapping[str, Any]) -> Mark:
-    """Return the mark of an object's content, as obstore takes it: S3 has ETags, Google generations."""
+    """Return the mark of an object's content for obstore: an ETag for S3, a generation for Google."""
     return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}

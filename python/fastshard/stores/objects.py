@@ -1,17 +1,15 @@
-"""Object stores (S3, Google Cloud Storage) and single files of web servers, read with obstore.
+"""Object stores (S3, Google Cloud Storage) and single files on web servers, read with obstore.
 
-What obstore 0.12 (object_store 0.14) does by itself, each held by a test in ``tests/stores``:
+Behaviour of obstore 0.12 (object_store 0.14), each point checked by a test in ``tests/stores``:
 
-- It follows redirects. A redirect to another host loses the signature and a bearer token, and keeps a
-  session token of temporary S3 credentials, which is of no use without the secret key. It keeps the query of
-  an address in ``Referer``, so an address with a query that redirects is refused here.
-- It repeats a request for a body that broke off with ``If-Match``: no mixture of two objects.
-- It does not compare the length of a body with the range.
-- It refuses a part that comes with status 200, as ``rclone serve s3`` sends it.
-- It reads a page of HTML as an empty list of S3.
-- It lists the key ``a/b/`` (the marker of a folder) as if it were ``a/b``.
-- Client options that are given replace those of the environment (``AWS_ALLOW_HTTP``).
-- Its errors quote addresses and answers of servers: neither goes into a finding here.
+- It follows redirects. A redirect to another host drops the signature and a bearer token, but keeps a session
+token of temporary S3 credentials, which is useless without the secret key. It keeps the query of an address
+in ``Referer``, so this module refuses an address with a query that redirects. - It retries a request for a
+truncated body with ``If-Match``, so that two objects are never mixed. - It does not compare the length of a
+body with the range. - It refuses a partial body with status 200, as ``rclone serve s3`` sends it. - It reads
+an HTML page as an empty S3 listing. - It lists the key ``a/b/`` (the marker of a folder) as if it were
+``a/b``. - Explicit client options replace those of the environment (``AWS_ALLOW_HTTP``). - Its errors quote
+addresses and server answers; findings must contain neither.
 """
 
 from __future__ import annotations
@@ -34,22 +32,22 @@ from .store import StoredFile
 
 __all__ = ["DEADLINE", "MOST_FILES", "ObjectStore"]
 
-#: Objects below one address that are read.
+#: Maximum number of objects below one address.
 MOST_FILES = 1_000_000
-#: Seconds in which a request, with all its repetitions, succeeds or fails.
+#: Deadline in seconds for a request, including retries.
 DEADLINE = 60.0
 #: Bytes of one request; larger ranges are read in several, each with its own deadline.
 PIECE = 32 << 20
-#: Bytes of a part of a body, about: fewer are joined.
+#: Approximate size in bytes of a part of a body; smaller parts are joined.
 PART = 256 << 10
-#: Bytes of a name in a directory of Linux.
+#: Maximum length in bytes of a file name on Linux.
 LONGEST_NAME = 255
-#: Requests at once that ask whether an empty object is the marker of a folder.
+#: Number of parallel requests that check whether an empty object is a folder marker.
 PARALLEL = 8
-#: Times that a list is begun: obstore repeats a request that fails, and no answer that breaks off.
+#: Number of attempts at a listing: obstore retries failed requests, but not truncated answers.
 LISTINGS = 3
 
-#: Options of the client: what obstore takes apart from those of a store.
+#: Client options, which obstore takes separately from store options.
 CLIENT_OPTIONS = frozenset(
     (
         "allow_http",
@@ -75,7 +73,7 @@ CLIENT_OPTIONS = frozenset(
 )
 SCHEMES = ("s3", "gs", "https", "http")
 AZURE = ("az", "azure", "abfs", "abfss", "adl", "wasb", "wasbs")
-#: Places that object_store asks for credentials when the environment has none.
+#: Places from which object_store requests credentials if the environment has none.
 ASKED_FOR_CREDENTIALS = re.compile(
     r"/latest/api/token|/latest/meta-data|169\.254\.1[67]\d\.\d+|computeMetadata|metadata\.google|"
     r"TokenRequest|AssumeRoleWithWebIdentity|DecodeCredentials|OpenCredentials"
@@ -92,11 +90,11 @@ class _Address:
     scheme: str
     #: The bucket of an object store.
     bucket: str
-    #: The key of a file or a folder without slashes around it; the file's name for a web server.
+    #: The key of a file or a folder without leading or trailing slashes; the file's name for a web server.
     key: str
-    #: Whether the user says that it is a folder.
+    #: True if the user states that it is a folder.
     is_folder: bool
-    #: The address for users.
+    #: The address for messages.
     shown: str
     #: The address for a web server, with its query.
     full: str = ""
@@ -107,7 +105,7 @@ class _Address:
 
     @property
     def service(self) -> str:
-        """The store for users."""
+        """The name of the store in messages."""
         return {"s3": "S3", "gs": "Google Cloud Storage"}.get(self.scheme, "the server")
 
 
@@ -123,13 +121,13 @@ class ObjectStore:
     def __init__(
         self, address: str, options: Mapping[str, str] | None = None, *, deadline: float = DEADLINE
     ) -> None:
-        """Opens an address; asks no server yet.
+        """Opens an address without any request.
 
         Args:
             address: the address; one with a user name or a password is refused.
             options: options of obstore (``region``, ``endpoint``, ``skip_signature``, ``allow_http``, ...);
                 they take precedence over the environment.
-            deadline: seconds in which each request, with all its repetitions, succeeds or fails.
+            deadline: deadline in seconds for each request, including retries.
 
         Raises:
             FastshardError: ``FS514`` for an address of another kind, or without obstore; ``FS515`` for an
@@ -148,7 +146,7 @@ class ObjectStore:
         )
         self._store = self._open(dict(options or {}))
         self._lock = threading.Lock()
-        #: Whether the address names one file; None until the store was asked.
+        #: Whether the address names one file; None until the store was queried.
         self._is_file: bool | None = True if self._at.is_web else False if self._at.is_folder else None
         self._is_query_safe = "?" not in self._at.full
 
@@ -157,12 +155,12 @@ class ObjectStore:
 
     @property
     def address(self) -> str:
-        """The address for users, without credentials and without a query."""
+        """The address for messages, without credentials and without a query."""
         return self._at.shown
 
     @property
     def revision(self) -> str | None:
-        """Always None: these stores have no commits."""
+        """Always None, because these stores have no commits."""
         return None
 
     def list_files(self) -> list[StoredFile]:
@@ -205,10 +203,10 @@ class ObjectStore:
         ]
 
     def read_into(self, file: StoredFile, offset: int, buffer: memoryview) -> None:
-        """Fills a buffer with the bytes from ``offset`` of a file; see :meth:`Store.read_into`.
+        """Fills a buffer with the bytes of a file from ``offset``; see :meth:`Store.read_into`.
 
         Raises:
-            ValueError: the range is not inside the file as it was listed.
+            ValueError: the range is not inside the listed size of the file.
         """
         if offset < 0 or offset + len(buffer) > file.size:
             raise ValueError(f"bytes {offset} to {offset + len(buffer)} of a file of {file.size} bytes")
@@ -218,7 +216,7 @@ class ObjectStore:
     # --- obstore
 
     def _open(self, options: dict[str, str]) -> Any:
-        """Make the store of obstore from the environment and options."""
+        """Make obstore's store from the environment and options."""
         timeout = timedelta(seconds=self._deadline / 3)
         client: dict[str, Any] = {
             "timeout": timeout,
@@ -280,7 +278,7 @@ class ObjectStore:
         )
 
     def _call(self, function: Any, *args: Any, about: str, **kwargs: Any) -> Any:
-        """Call a function of obstore; what it raises becomes a finding about an address.
+        """Call a function of obstore, and convert its exceptions into a finding about an address.
 
         The error has no context: obstore's texts quote addresses and answers.
         """
@@ -295,7 +293,7 @@ class ObjectStore:
     # --- finding files
 
     def _find_file(self) -> tuple[StoredFile | None, FastshardError | None]:
-        """Return the file that the address names, or the error where the store does not let it be seen."""
+        """Return the file that the address names, or the error if the store denies access to it."""
         if self._is_file is False:
             return None, None
         try:
@@ -312,7 +310,7 @@ class ObjectStore:
         return self._as_file(meta, name, self.address), None
 
     def _list_folder(self) -> tuple[list[StoredFile], FastshardError | None]:
-        """Return the files of the folder that the address names, or the error without the right to list."""
+        """Return the files of the folder that the address names, or the error if listing is not permitted."""
         try:
             metas = self._list_objects()
         except FastshardError as error:
@@ -342,7 +340,7 @@ class ObjectStore:
         ], None
 
     def _list_objects(self) -> list[dict[str, Any]]:
-        """Return what obstore lists below the root; a list that breaks off begins anew."""
+        """Return obstore's listing below the root; a truncated listing is restarted."""
 
         def collect() -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = []
@@ -375,7 +373,7 @@ class ObjectStore:
         """Return the path below the root for a key.
 
         Raises:
-            FastshardError: ``FS514`` if no file here can have it.
+            FastshardError: ``FS514`` if it is not a possible path of a local file.
         """
         path = key[len(self._at.key) + 1 :] if self._at.key else key
         reason = _refuse_path(path)
@@ -384,7 +382,7 @@ class ObjectStore:
         return path
 
     def _find_markers(self, empty: list[str], folders: set[str]) -> set[str]:
-        """Return which empty objects are markers of folders: their keys end in a slash that is not listed."""
+        """Return the empty objects that are folder markers: their keys end in a slash that is not listed."""
         markers = {path for path in empty if path in folders}
         others = [path for path in empty if path not in folders]
 
@@ -405,7 +403,8 @@ class ObjectStore:
         return markers
 
     def _find_web_file(self) -> StoredFile:
-        """Return the file of a web server. A byte is read: some addresses are signed for reading alone."""
+        """Return the file of a web server. One byte is read, because some addresses are signed only for
+        reading."""
         self._refuse_redirect()
 
         def ask() -> tuple[dict[str, Any], str]:
@@ -433,7 +432,8 @@ class ObjectStore:
         return self._as_file(meta, self._at.key, self.address)
 
     def _refuse_redirect(self) -> None:
-        """Refuse an address with a query that redirects: the query, often a signature, would go along."""
+        """Refuse an address with a query that redirects, because the query, often a signature, would be
+        passed on."""
         if self._is_query_safe:
             return
         from http.client import HTTPException
@@ -465,7 +465,7 @@ class ObjectStore:
         self._is_query_safe = True
 
     def _as_file(self, meta: dict[str, Any], path: str, address: str) -> StoredFile:
-        """Make the record of a file from what obstore says of an object."""
+        """Make the record of a file from obstore's description of an object."""
         return StoredFile(
             path=path,
             size=int(meta["size"]),
@@ -476,7 +476,7 @@ class ObjectStore:
     def _identify(self, meta: dict[str, Any], address: str) -> str:
         """Return the mark of an object's content.
 
-        Listings of Google Cloud Storage, as obstore reads them, have ETags and no generations.
+        Listings of Google Cloud Storage through obstore have ETags and no generations.
         """
         if meta["e_tag"]:
             # Lists of some servers (rclone) have it without quotes.
@@ -497,7 +497,7 @@ class ObjectStore:
         return f"{self._at.key}/{path}" if self._at.key else path
 
     def _key_of(self, file: StoredFile) -> str:
-        """Return the key of a file that was listed, here or in another process."""
+        """Return the key of a file that this or another process listed."""
         if self._at.is_web:
             self._refuse_redirect()
             return ""
@@ -587,13 +587,13 @@ class ObjectStore:
     def _explain(
         self, error: Exception, about: str, done: str = "read", rights: str = "list and read it"
     ) -> FastshardError:
-        """Return the finding for what obstore raised; of its text only numbers and codes go into it.
+        """Return the finding for an exception of obstore, with only the numbers and codes from its text.
 
         Args:
-            error: what obstore raised.
+            error: the exception of obstore.
             about: the address of the object.
-            done: what could not be done to it: ``read`` or ``written``.
-            rights: what the credentials have to allow.
+            done: the failed action: ``read`` or ``written``.
+            rights: permissions that the credentials need.
         """
         text = str(error)
         kinds = self._obstore.exceptions
@@ -740,17 +740,17 @@ class ObjectStore:
 
 
 def _error(code: str, message: str, **fields: Any) -> FastshardError:
-    """Make an error; fields that are None are left out."""
+    """Make an error, without fields that are None."""
     return FastshardError.of(
         code, message, **{name: value for name, value in fields.items() if value is not None}
     )
 
 
 def _parse(address: str) -> _Address:
-    """Take an address apart.
+    """Split an address into its parts.
 
     Raises:
-        FastshardError: it is not one of these stores, or it holds credentials.
+        FastshardError: it is not one of these stores, or it contains credentials.
     """
     scheme, separator, rest = address.partition("://")
     scheme = scheme.lower()
@@ -820,7 +820,7 @@ def _parse_web(scheme: str, address: str) -> _Address:
 
 
 def _refuse_path(path: str) -> str | None:
-    """Return why no file can have a path; None if one can."""
+    """Return why a path is impossible for a local file; None if it is possible."""
     if "\0" in path:
         return "it has a NUL"
     for part in path.split("/"):
@@ -832,7 +832,7 @@ def _refuse_path(path: str) -> str | None:
 
 
 def _quoted_path(text: str) -> str:
-    """Return the key that an error of obstore about an invalid path quotes."""
+    """Return the key quoted in obstore's error about an invalid path."""
     found = re.search(r'^\s+path: "((?:[^"\\\n]|\\.)*)"', text, re.M)
     if found is None:
         return "?"
@@ -842,7 +842,7 @@ def _quoted_path(text: str) -> str:
 
 
 def _nanoseconds(time: datetime) -> int:
-    """Return a time in nanoseconds since 1970; obstore gives 0 where the server states none."""
+    """Return a time in nanoseconds since 1970; obstore returns 0 if the server states none."""
     return (time - EPOCH) // timedelta(microseconds=1) * 1000
 
 

@@ -1,8 +1,8 @@
-"""Placeholders on this host for the files of a checkpoint in a store.
+"""Local placeholders for the files of a checkpoint in a store.
 
-Each is a sparse file of the same name and size, so that adapters list and compare names as they do on any
-disk. Whoever opens one reads the file in the store: the core's readers and :mod:`fastshard.common.safe_files`
-know the folders that have them.
+Each is a sparse file with the same name and size, so that adapters list and compare names as on any disk. The
+core's readers and :mod:`fastshard.common.safe_files` know the folders of placeholders, and read the file in
+the store instead.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
     "note_unseen",
 ]
 
-#: Bytes of ranges of one file that wait to be hashed, at most, and the part of a memory limit.
+#: Maximum number of bytes of one file that wait to be hashed, and the divisor of a memory limit for them.
 _HASH_ROOM = 32 << 20
 _HASH_PART = 32
 #: Schemes of stores whose folders cannot be listed.
 _WITHOUT_FOLDERS = ("https", "http")
-#: Names of an address that the folders of placeholders have, and bytes of one on Linux.
+#: Number of an address's last names that placeholder folders repeat, and maximum length of a name on Linux.
 _DEPTH = 6
 _LONGEST_NAME = 255
 #: Nanoseconds.
@@ -60,36 +60,36 @@ class StoredRoot:
     #: The folder of the placeholders, or the placeholder of the only file that the address names.
     path: Path
     folder: _core.StoreFolder
-    #: The file that the address names, if the store does not list what lies beside it.
+    #: The file that the address names, if the store does not list the files next to it.
     unseen: str | None = None
 
 
-#: Roots that this process has opened, by address and state.
+#: Roots that this process opened, by address and state.
 _roots: dict[str, StoredRoot] = {}
 _lock = threading.Lock()
 _opened: list[StoredRoot] = []
 _folders: list[str] = []
-#: Roots of the process that this one was forked from.
+#: Roots of the process from which this one was forked.
 _left: list[StoredRoot] = []
 
 
 def find_local_paths(
     paths: Iterable[StrPath], options: Mapping[str, str] | None = None
 ) -> tuple[list[StrPath], list[StoredRoot]]:
-    """Replace the address of each store by the path of its placeholders; other paths stay.
+    """Replace the address of each store by the path of its placeholders, and keep other paths.
 
-    A store is listed each time. Its placeholders are the same as before if no file has changed.
+    A store is listed on each call. Its placeholders are reused if no file has changed.
 
     Args:
-        paths: paths of this host, and addresses such as ``s3://bucket/run/step-500``.
-        options: settings of the stores, by the names that their libraries use.
+        paths: local paths, and addresses such as ``s3://bucket/run/step-500``.
+        options: settings of the stores, under the names in their libraries.
 
     Returns:
         The paths, and the roots in stores among them.
 
     Raises:
         FastshardError: as the methods of :class:`fastshard.stores.store.Store`; ``FS514`` for an address that
-            no store here reads.
+            no store supports.
     """
     local: list[StrPath] = []
     roots: list[StoredRoot] = []
@@ -105,7 +105,8 @@ def find_local_paths(
 
 
 def note_unseen(roots: Iterable[StoredRoot]) -> list[Finding]:
-    """Return a note for each file whose neighbours the store does not list: it may be one rank's part."""
+    """Return a note for each file whose siblings the store does not list, because it may be one rank's
+    part."""
     return [
         Finding.of(
             codes.NOT_PROVABLE,
@@ -126,13 +127,13 @@ def describe_roots(roots: Iterable[StoredRoot]) -> list[dict[str, str | None]]:
 
 
 def count_requests() -> tuple[int, int]:
-    """Return the number of requests for ranges that this process has made, and their bytes."""
+    """Return the number of range requests of this process, and their bytes."""
     counts = [root.folder.counts() for root in _opened]
     return sum(count for count, _ in counts), sum(nbytes for _, nbytes in counts)
 
 
 def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredRoot:
-    """Return the placeholders of a root, which are made if there are none for the files that it has now."""
+    """Return the placeholders of a root, and create them if there are none for its current files."""
     _refuse_unfinished_above(scheme, address, options)
     store = registry.open_store(scheme, address, options)
     files, single, shown = _leave_out_records(store, store.list_files()), None, store.address
@@ -157,10 +158,10 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
 
 
 def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFile, ...]:
-    """Leave out the records of runs that published their results here.
+    """Omit the records of runs that published their results here.
 
     Raises:
-        FastshardError: ``FS508`` if a run has not published its result yet, here or in a folder.
+        FastshardError: ``FS508`` if a run has not published its result yet, here or in a subfolder.
     """
     paths = {file.path for file in files}
     for file in files:
@@ -174,7 +175,7 @@ def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFil
 
 
 def _refuse_unfinished_above(scheme: str, address: str, options: Mapping[str, str]) -> None:
-    """Refuse an address inside of a result that is not complete.
+    """Refuse an address inside an incomplete result.
 
     Raises:
         FastshardError: ``FS508``.
@@ -215,9 +216,9 @@ def _unfinished(address: str, claim: Claim) -> FastshardError:
 def _list_beside(
     scheme: str, folder: str, options: Mapping[str, str]
 ) -> tuple[Store, tuple[StoredFile, ...]] | None:
-    """Return the folder of a file that an address names, and the files in it; None if it cannot be listed.
+    """Return the folder of the file that an address names, and the files in it; None if it cannot be listed.
 
-    The names beside a file tell whether it is one rank's part of a model.
+    The names of sibling files show whether it is one rank's part of a model.
     """
     if scheme in _WITHOUT_FOLDERS:
         return None
@@ -231,16 +232,16 @@ def _list_beside(
 
 
 def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: str | None) -> StoredRoot:
-    """Make the placeholders of a root, and let readers find the store behind them.
+    """Create the placeholders of a root, and register their store with the readers.
 
     Args:
-        store: the store that the files are read from.
+        store: the store from which the files are read.
         files: the files below it.
-        shown: the address that was given.
+        shown: the address that the caller gave.
         single: the file that it names; None for a folder.
 
     Raises:
-        FastshardError: ``FS507`` if they cannot be made.
+        FastshardError: ``FS507`` if they cannot be created.
     """
     root = shown.rstrip("/").rpartition("/")[0] if single else shown.rstrip("/")
     names = _choose_names(root)
@@ -278,9 +279,9 @@ def _make_root(store: Store, files: tuple[StoredFile, ...], shown: str, single: 
 
 
 def _choose_names(root: str) -> list[str]:
-    """Return the last names of an address, as the folders of placeholders have them.
+    """Return the last names of an address, which the folders of placeholders repeat.
 
-    Names of folders tell what lies in them: ``mp_rank_00``, ``zero``, ``global_step500``.
+    Names of folders describe their contents: ``mp_rank_00``, ``zero``, ``global_step500``.
     """
     names: list[str] = []
     for name in reversed(root.partition("://")[2].split("/")[-_DEPTH:]):
@@ -299,10 +300,10 @@ def _make_placeholder(path: Path, file: StoredFile) -> None:
 
 
 def _mark_state(file: StoredFile) -> int:
-    """Return the modification time of a placeholder: another one for any other content of the file.
+    """Return the modification time of a placeholder, which differs if the file's content differs.
 
-    Plans and runs that are continued know the state of a source by its size and time. Stores state times in
-    seconds, or none at all, so what their time leaves open is taken from their mark of the content.
+    Plans and resumed runs identify the state of a source by its size and time. Stores state times in seconds,
+    or not at all, so the remaining digits come from their mark of the content.
     """
     mark = hashlib.blake2b((file.sha256 or file.identity).encode("utf-8", "surrogatepass"), digest_size=8)
     number = int.from_bytes(mark.digest(), "big")
@@ -315,7 +316,7 @@ def _mark_state(file: StoredFile) -> int:
 def _reader(
     store: Store, files: tuple[StoredFile, ...], name_of: Callable[[StoredFile], str]
 ) -> Callable[[int, int, memoryview], list[Finding] | None]:
-    """Make the function by which the core reads a range of a file into a buffer.
+    """Make the function with which the core reads a range of a file into a buffer.
 
     Args:
         store: the store.
@@ -360,7 +361,7 @@ def _reader(
 
 
 def _disown() -> None:
-    """Leave the placeholders to the process that made them, in a process that was forked from it."""
+    """In a forked process, leave the placeholders to the process that created them."""
     global _lock
     _lock = threading.Lock()
     _roots.clear()

@@ -12,13 +12,13 @@ from .store import Store, WritableStore
 
 __all__ = ["OPENERS", "WRITERS", "is_written_to", "open_store", "open_writable_store"]
 
-#: Makes a store of an address and of options.
+#: Makes a store from an address and options.
 Opener = Callable[[str, Mapping[str, str]], Store]
-#: Stores that are added to those below, by scheme.
+#: Additional stores besides those below, by scheme.
 OPENERS: dict[str, Opener] = {}
-#: Makes a store that a result is written to.
+#: Makes a store to which a result is written.
 Writer = Callable[[str, Mapping[str, str]], WritableStore]
-#: Writable stores that are added to those below, by scheme.
+#: Additional writable stores besides those below, by scheme.
 WRITERS: dict[str, Writer] = {}
 #: Module and opener of each store, which are imported when an address has its scheme.
 _STORES = {
@@ -26,7 +26,7 @@ _STORES = {
     **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl", "wasb", "wasbs"), ("objects", "ObjectStore")),
     "hf": ("hub", "open_repository"),
 }
-#: Schemes that a message proposes.
+#: Schemes that messages suggest.
 _READ = ("s3", "gs", "https", "hf")
 _WRITTEN = ("s3", "gs")
 
@@ -35,7 +35,7 @@ def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
     """Return the store of an address.
 
     Raises:
-        FastshardError: ``FS514`` for a scheme that no store here has; otherwise as the opener of the store.
+        FastshardError: ``FS514`` for an unknown scheme; otherwise as the opener of the store.
     """
     if (opener := OPENERS.get(scheme)) is not None:
         return opener(address, options)
@@ -54,16 +54,15 @@ def open_store(scheme: str, address: str, options: Mapping[str, str]) -> Store:
 
 
 def is_written_to(scheme: str) -> bool:
-    """Return True for a scheme of stores that results are written to, object by object."""
+    """Return True for the scheme of a store to which results are written object by object."""
     return scheme in WRITERS or scheme in _WRITTEN
 
 
 def open_writable_store(scheme: str, address: str, options: Mapping[str, str]) -> WritableStore:
-    """Return the store that a result at an address is written to.
+    """Return the store for writing a result at an address.
 
     Raises:
-        FastshardError: ``FS514`` for a scheme that no store here writes to; otherwise as the opener of the
-            store.
+        FastshardError: ``FS514`` for a scheme without a writable store; otherwise as the opener of the store.
     """
     if (writer := WRITERS.get(scheme)) is not None:
         return writer(address, options)

@@ -1,4 +1,4 @@
-"""A result's prefix in a store: claimed by one run, filled, and made to appear by its last object.
+"""A result's prefix in a store: one run claims it and fills it, and its last object makes the result appear.
 
 =================================  =================================================================
 ``.fastshard/claim``               put before all else, where nothing has the name: the run that owns
@@ -11,7 +11,7 @@ the result's files                 under their final names
 the index, pointer or only file    put last: readers start from it
 =================================  =================================================================
 
-After the last object the claim and the records are removed. Until then readers refuse the prefix.
+After the last object, the claim and the records are removed. Until then readers refuse the prefix.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 __all__ = ["ResultPrefix", "part_bytes", "upload_memory"]
 
 _DONE = OWN_FOLDER + "done/"
-#: Bytes of a part of an upload, at least.
+#: Minimum size of a part of an upload in bytes.
 _PART = 8 << 20
-#: Parts that an upload has at most, with a reserve.
+#: Maximum number of parts of an upload, with a reserve.
 _MOST_PARTS = 9_000
-#: Files that are uploaded while they are made, at a time; as in the core.
+#: Number of files that are uploaded at a time while they are written; as in the core.
 _UPLOADS = 2
-#: Files of fewer bytes are uploaded again by a run that is continued.
+#: A resumed run uploads smaller files again.
 _WORTH_RECORDING = 1 << 20
-#: Seconds between two looks at the prefix: a difference counts once it stays.
+#: Seconds between two listings of the prefix; a difference counts only if it persists.
 _PAUSE = 1.0
-#: Seconds between two looks at whether the run goes on, and those in which an upload ends by itself.
+#: Seconds between two checks whether the run continues, and seconds in which an upload may end by itself.
 _LOOK = 0.1
 _GRACE = 3.0
 #: Requests for records at a time.
@@ -60,17 +60,17 @@ _PARALLEL = 8
 
 
 def part_bytes(size: int) -> int:
-    """Return the bytes of a part of an upload of ``size`` bytes."""
+    """Return the part size in bytes for an upload of ``size`` bytes."""
     return max(_PART, -(-size // _MOST_PARTS >> 20) << 20)
 
 
 def upload_memory(at_once: int) -> int:
-    """Return the bytes of memory that uploads take, of which each sends ``at_once`` parts at a time."""
+    """Return the memory in bytes for uploads that each send ``at_once`` parts at a time."""
     return _UPLOADS * (at_once + 2) * _PART
 
 
 def _answers(method: Callable[..., None]) -> Callable[..., list[Finding] | None]:
-    """Let a method return the findings of what it raises, as the core takes them."""
+    """Make a method return the findings of its exceptions, in the form that the core reads."""
 
     def answer(self: ResultPrefix, *args: Any) -> list[Finding] | None:
         try:
@@ -88,7 +88,7 @@ def _answers(method: Callable[..., None]) -> Callable[..., list[Finding] | None]
 
 
 class ResultPrefix:
-    """A prefix of a store that one run has claimed and publishes its result in.
+    """A prefix of a store that one run has claimed, and at which it publishes its result.
 
     Methods that the core calls return None, or the findings that end the run.
     """
@@ -110,32 +110,32 @@ class ResultPrefix:
 
         Args:
             store: the prefix.
-            plan: digest of the plan that is carried out.
-            names: names of the result's files; one that ends in a slash is a folder.
-            last: the name that readers start from.
-            resume: take over the claim of a run of the same plan that has ended.
+            plan: digest of the run's plan.
+            names: names of the result's files; a name with a trailing slash is a folder.
+            last: the name from which readers start.
+            resume: take over the claim of an ended run of the same plan.
             unconditional: accept a store that does not honour conditions.
-            at_once: parts of an upload that are sent at a time.
-            beat: seconds between two signs of life; default :data:`BEAT`.
+            at_once: number of parts that an upload sends at a time.
+            beat: seconds between two heartbeats; default :data:`BEAT`.
             sleep: called with the seconds to wait.
 
         Raises:
-            FastshardError: ``FS504`` if something is there; ``FS508`` if a run has left its claim there;
+            FastshardError: ``FS504`` if the prefix has objects; ``FS508`` if a run has left its claim there;
                 ``FS509`` if it is alive; ``FS514`` for a store without conditions; otherwise as the methods
                 of the store.
         """
         self._store, self._at_once, self._sleep = store, at_once, sleep
         self._beat = claims.BEAT if beat is None else beat
         self._written: set[str] = set()
-        #: Uploads that a server has not answered when the run ended.
+        #: Uploads that the server had not answered when the run ended.
         self._silent: list[threading.Thread] = []
         #: Marks of the files that are recorded as complete.
         self._recorded: dict[str, str] = {}
-        #: What is recorded of each file that an earlier run has completed.
+        #: Record of each file that an earlier run completed.
         self.complete: dict[str, str] = {}
         #: Findings for the result.
         self.findings: list[Finding] = []
-        #: True if an earlier run has published the result and left only its claim.
+        #: True if an earlier run published the result and left only its claim.
         self.is_published = False
         found = store.list_objects()
         claim = find_claim(store) if any(file.path == CLAIM for file in found) else None
@@ -147,7 +147,7 @@ class ResultPrefix:
 
     @property
     def address(self) -> str:
-        """The address for users."""
+        """The address for messages."""
         return self._store.address
 
     @property
@@ -192,7 +192,7 @@ class ResultPrefix:
 
     @_answers
     def check(self, files: list[tuple[str, int]]) -> None:
-        """Refuse to publish unless exactly ``files`` are there and the prefix is still this run's."""
+        """Refuse to publish unless exactly ``files`` exist and this run still owns the prefix."""
         self._lease.confirm()
         findings = look_again(lambda: self._compare(dict(files)), lambda findings: not findings, self._pause)
         if findings:
@@ -200,7 +200,7 @@ class ResultPrefix:
 
     @_answers
     def put_last(self, name: str, path: Path) -> None:
-        """Put a small file under a name that nothing has."""
+        """Put a small file under a free name."""
         self._lease.confirm()
         content = path.read_bytes()
         self._written.add(name)
@@ -217,10 +217,10 @@ class ResultPrefix:
         self._put_new(name, content)
 
     def _wait_for_upload(self, parts: FileParts, upload: Callable[[], None]) -> None:
-        """Wait for an upload as long as the run goes on: a server that is silent does not hold an interrupt.
+        """Wait for an upload while the run continues, so that a silent server does not block an interrupt.
 
         Raises:
-            FastshardError: ``FS510`` once the run has ended; otherwise what the upload raises.
+            FastshardError: ``FS510`` once the run has ended; otherwise the errors of the upload.
         """
         raised: list[BaseException] = []
 
@@ -245,10 +245,10 @@ class ResultPrefix:
     # --- the end
 
     def finish(self) -> list[Finding]:
-        """Remove the claim and the records of a published result; return warnings about what stays.
+        """Remove the claim and the records of a published result; return warnings about objects that remain.
 
         Raises:
-            FastshardError: ``FS509`` if another run has taken the destination over meanwhile.
+            FastshardError: ``FS509`` if another run has taken over the destination meanwhile.
         """
         try:
             own = {file.path for file in self._store.list_objects() if is_own(file.path)}
@@ -261,7 +261,7 @@ class ResultPrefix:
         return []
 
     def abandon(self) -> list[Finding]:
-        """Remove what the run has written, if the prefix is still its; return warnings about what stays."""
+        """Remove the run's objects if it still owns the prefix; return warnings about objects that remain."""
         for thread in self._silent:
             # It may put an object still.
             thread.join()
@@ -280,7 +280,7 @@ class ResultPrefix:
         return []
 
     def leave(self) -> list[str]:
-        """Leave everything for a run that continues this one; return the names of files that are complete."""
+        """Keep everything for a run that continues this one; return the names of complete files."""
         self._lease.stop()
         return sorted({*self._recorded, *self.complete})
 
@@ -299,7 +299,7 @@ class ResultPrefix:
             )
 
     def _begin(self, claim: Claim, unconditional: bool) -> Lease:
-        """Put a claim where nobody has one, and find out whether the store honours conditions."""
+        """Put a claim on an unclaimed prefix, and determine whether the store honours conditions."""
         content = claim.to_bytes()
         try:
             lease = Lease(self._store, claim, self._put_new(CLAIM, content), self._beat)
@@ -324,7 +324,7 @@ class ResultPrefix:
         return lease
 
     def _probe(self, lease: Lease, unconditional: bool) -> None:
-        """Find out whether the store refuses to put a claim a second time."""
+        """Check that the store refuses to put a claim a second time."""
         content = lease.claim.to_bytes()
         if repeat(lambda: self._put_if_new(CLAIM, content)) is None:
             return
@@ -359,7 +359,7 @@ class ResultPrefix:
         resume: bool,
         unconditional: bool,
     ) -> Lease:
-        """Take over the claim of a run that has ended, and read what it has completed."""
+        """Take over the claim of an ended run, and read its records of complete files."""
         dead, process = _core.is_process_dead(claim.process)
         is_same = claim.plan == plan
         if not is_same or not resume:
@@ -398,7 +398,7 @@ class ResultPrefix:
         return lease
 
     def _read_records(self, lease: Lease, present: dict[str, StoredFile], unconditional: bool) -> None:
-        """Read what an interrupted run has completed, and remove the rest of what it has written."""
+        """Read the records of files that an interrupted run completed, and remove its other objects."""
         if lease.claim.last in present:
             self.is_published = True
             return
@@ -415,7 +415,7 @@ class ResultPrefix:
         lease.remove([path for path in present if path not in kept])
 
     def _wait_for_beat(self, claim: Claim, mark: Mark, process: str) -> Mark:
-        """Wait for a sign of life of a run whose process is not known to have ended.
+        """Wait for a heartbeat of a run whose process is not known to have ended.
 
         Raises:
             FastshardError: ``FS509`` if there is one.
@@ -439,14 +439,14 @@ class ResultPrefix:
     # --- objects
 
     def _put_if_new(self, path: str, content: bytes) -> Mark | None:
-        """Put an object where there is none; return its mark, or None if the store refuses."""
+        """Put an object under a free name; return its mark, or None if the store refuses."""
         try:
             return self._store.put(path, content, NEW)
         except ConditionFailed:
             return None
 
     def _put_new(self, path: str, content: bytes) -> Mark:
-        """Put an object where there is none. An answer that is lost is found out by reading the object.
+        """Put an object under a free name. If the answer is lost, reading the object shows the outcome.
 
         Raises:
             FastshardError: ``FS504`` if another object has the name.
@@ -486,7 +486,7 @@ class ResultPrefix:
         raise failed or self._locked("its claim appears and disappears")
 
     def _has_appeared(self, name: str, size: int) -> bool:
-        """Return True if an object of this size is there; False too if the store does not answer."""
+        """Return True if an object of this size exists; also return False if the store does not answer."""
         try:
             found = self._store.find(name)
         except Exception:
@@ -509,7 +509,7 @@ class ResultPrefix:
         )
 
     def _compare(self, files: dict[str, int]) -> list[Finding]:
-        """Compare what is there with the files that were written."""
+        """Compare the objects in the store with the files that were written."""
         present = {file.path: file for file in self._store.list_objects() if not is_own(file.path)}
         findings = []
 
@@ -537,7 +537,7 @@ class ResultPrefix:
 
 
 def _unexpected(error: Exception, about: str) -> FastshardError:
-    """Make the error for an exception that no client of a store should raise."""
+    """Make the error for an unexpected exception from a store's client."""
     # Its text may hold an address with a signature.
     log("stores", "%s: %s", about, type(error).__name__)
     return FastshardError.of(
@@ -550,7 +550,7 @@ def _unexpected(error: Exception, about: str) -> FastshardError:
 
 
 def _read_parts(parts: FileParts, length: int, taken: list[int]) -> Iterator[bytes]:
-    """Yield the parts of a file; ``taken`` gets the length of each."""
+    """Yield the parts of a file; the length of each is added to ``taken``."""
     try:
         while (part := parts.take(length)) is not None:
             taken.append(len(part))
@@ -560,7 +560,7 @@ def _read_parts(parts: FileParts, length: int, taken: list[int]) -> Iterator[byt
 
 
 def _parse_record(content: bytes, file: StoredFile | None) -> str | None:
-    """Return the digest of a file's tensors from its record; None if the file is no longer that one."""
+    """Return the digest of a file's tensors from its record; None if the file has changed since."""
     try:
         record = json.loads(content)
         if file is None or (record["size"], record["identity"]) != (file.size, file.identity):

@@ -1,4 +1,4 @@
-"""Requests that are made again, and answers that are looked at again: they may be lost or late."""
+"""Retries of requests whose answers may be lost, and repeated checks of answers that may be late."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["TRIES", "look_again", "repeat"]
 
 T = TypeVar("T")
 
-#: Times that a request is made whose answer was lost, and that an answer is looked at.
+#: Number of attempts at a request whose answer was lost, and of checks of an answer.
 TRIES = 3
 
 
 def repeat(request: Callable[[], T]) -> T:
-    """Make a request that does no harm if it is made twice, a few times if its answer is lost."""
+    """Make an idempotent request, and retry it a few times if its answer is lost."""
     left = TRIES
     while True:
         left -= 1
@@ -29,7 +29,7 @@ def repeat(request: Callable[[], T]) -> T:
 
 
 def look_again(look: Callable[[], T], is_good: Callable[[T], bool], pause: Callable[[], object]) -> T:
-    """Look a few times, with a pause between, until what is found is good; return what was found last."""
+    """Check a few times, with pauses, until the result is good; return the last result."""
     found = look()
     for _ in range(TRIES - 1):
         if is_good(found):
