@@ -1,1 +1,1 @@
-"""Tensors that must exist, with their shapes: by a reference, a config, or the other layers."""
+"""Tensors that must exist, with their shapes, according to a reference, a config, or other layers."""

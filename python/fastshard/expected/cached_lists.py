@@ -1,4 +1,4 @@
-"""Lists of expected tensors that were made before, in the user's own cache folder."""
+"""Earlier lists of expected tensors, in the user's own cache folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..common import json_text
 
 __all__ = ["folder", "keep", "read"]
 
-#: Bytes of a list at most: one of 100,000 names takes 10 MB.
+#: Maximum size of a list in bytes; a list of 100,000 names takes 10 MB.
 _MAX = 256 << 20
 
 

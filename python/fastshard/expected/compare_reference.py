@@ -28,10 +28,10 @@ def compare(
     The findings report missing, unexpected and different tensors.
 
     Args:
-        sides: the checkpoint's tensors under candidate names, the most likely first.
+        sides: the checkpoint's tensors under candidate names, most likely first.
         reference: the reference.
         wanted: returns True if the caller wants a tensor, by its name in a result.
-        cast: the dtype of floating-point tensors in the result; None if they keep theirs.
+        cast: the dtype of floating-point tensors in the result; None if they keep their own.
         named: tensors that already have findings.
     """
     roster = reference.roster
@@ -60,7 +60,7 @@ def fit(sides: Iterable[Side], reference: Reference) -> float:
 def _met(side: Side, roster: _core.Roster, path: str) -> Met:
     """Match a side with a roster.
 
-    If few names are the same, the function looks for the prefix that makes most names equal.
+    If few names match, the function searches for the prefix that makes most names match.
     """
     met = Met(side, side.draft.compared(roster, side.source.names.own, side.outer))
     return met if met.fits(len(roster)) else aligned(met, roster, path) or met

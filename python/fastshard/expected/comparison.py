@@ -26,11 +26,11 @@ __all__ = [
     "read_setting",
 ]
 
-#: Most findings of one kind.
+#: Maximum number of findings of one kind.
 MOST_LISTED = 100
-#: The number of a layer: the first of a name.
+#: A layer number: the first number in a name.
 LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)(\d+)\.(.+)$")
-#: Tensors that have a row for each word, and that models tie. source: transformers models/*/modeling_*.py
+#: Tensors with a row for each token, which models tie. source: transformers models/*/modeling_*.py
 #: (_tied_weights_keys)
 HEAD = compile_when_used(
     r"(^|\.)(lm_head|embed_out|lm_head\.decoder|predictions\.decoder|output_projection)\.(weight|bias)$"
@@ -40,7 +40,7 @@ WORDS = compile_when_used(
     r"|(^|\.)(predictions|lm_head)\.bias$|" + HEAD.pattern
 )
 
-#: Names of the roster and their shapes, as far as these are known.
+#: Names in the roster and their shapes, as far as known.
 Missing = list[tuple[str, "list[int | None] | None"]]
 
 
@@ -50,13 +50,13 @@ class Comparison:
 
     met: Met
     reference: Reference
-    #: The reference's tensors: the shape of each, as far as it is known.
+    #: The reference's tensors, with their shapes as far as known.
     expected: Mapping[str, list[int | None] | None]
-    #: Whether a tensor is asked for, by its name in a result.
+    #: Returns True if a tensor is requested, by its name in a result.
     wanted: Callable[[str], bool]
-    #: The dtype that floating tensors are to have; None to keep each its own.
+    #: The requested dtype of floating-point tensors; None if they keep their own.
     cast: str | None
-    #: Tensors of which something is known to be wrong already.
+    #: Tensors with a known error.
     named: Set[str]
 
     @property
@@ -77,12 +77,12 @@ class Comparison:
         return self.reference.config or {}
 
     def is_expected(self, name: str) -> bool:
-        """Return True if the caller wants a missing tensor, by the name under which it would be stored."""
+        """Return True if the caller requests a missing tensor, by its would-be stored name."""
         stored = self.stored(name)
         return self.wanted(stored) and not {name, stored} & self.named
 
     def stored(self, name: str) -> str:
-        """Return the name under which a tensor of the roster would be stored."""
+        """Return the would-be stored name of a tensor in the roster."""
         return self.met.side.outer + self.met.reading.back(name)
 
     def shape(self, stored: str) -> list[int]:
@@ -91,7 +91,7 @@ class Comparison:
 
     @cached_property
     def there(self) -> set[str]:
-        """Names of the roster whose tensors exist."""
+        """Names in the roster whose tensors exist."""
         return self.expected.keys() - {name for name, _ in self.met.found["missing"]}
 
     @cached_property
@@ -117,7 +117,7 @@ def extents(shape: Iterable[int | None]) -> str:
 
 
 def read_setting(config: Mapping[str, Any], *keys: str) -> Any:
-    """Read the setting under the first of some keys in a config or in that of its language model.
+    """Read a setting by the first of some keys that a config, or the config of its language model, has.
 
     The result is None if the config has none of the keys.
     """

@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 SCHEMA = "fastshard.expected.v1"
-#: Digits of a dimension at most: each is of two or more, and their product the number of elements.
+#: Maximum number of digits of a dimension; each has an extent of two or more, and their product is the number
+#: of elements.
 _MOST_DIGITS = 62
 _DTYPES = {torch: name for name, torch in TORCH_NAMES.items()}
 
@@ -37,7 +38,7 @@ class ExpectedTensor:
     """A tensor that a config promises."""
 
     name: str
-    #: As safetensors spells it, e.g. ``BF16``.
+    #: Dtype by its safetensors name, e.g. ``BF16``.
     dtype: str
     shape: tuple[int, ...]
 
@@ -47,40 +48,40 @@ class Part(NamedTuple):
 
     #: Name in memory.
     name: str
-    #: Its first element there.
+    #: Offset of its first element in that tensor.
     offset: int
     #: First index of the box in each dimension.
     start: tuple[int, ...]
-    #: Digits of each dimension, the outermost first: extent, and stride in memory in elements. An extent of 1
-    #: has none.
+    #: Digits of each dimension, outermost first: extent, and stride in memory in elements. A dimension of
+    #: extent 1 has none.
     dims: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that a config promises; iterating gives those on disk, ``len`` is their number."""
+    """The tensors that a config promises; iteration yields those on disk, and ``len`` counts them."""
 
-    #: The class that was built, and its model_type.
+    #: The model class that was built, and its model_type.
     model_class: str
     model_type: str
     #: Version of transformers.
     transformers: str
-    #: As `save_pretrained` would write them.
+    #: The tensors that `save_pretrained` would write.
     tensors: tuple[ExpectedTensor, ...]
-    #: As the model holds them.
+    #: The tensors of the model in memory.
     in_memory: tuple[ExpectedTensor, ...]
-    #: Names on disk that are no tensor in memory as it is, and the parts that tile each; None for one that is
-    #: computed. Of tied tensors those are among them that are not written.
+    #: Names on disk that differ from the tensors in memory, with the parts that tile each tensor; None for a
+    #: computed tensor. They include tied tensors that are not written.
     made: Mapping[str, tuple[Part, ...] | None]
-    #: Names in memory that are one tensor.
+    #: Groups of names in memory that share one tensor.
     ties: tuple[tuple[str, ...], ...]
-    #: Patterns (regular expressions) of names that may be missing, and of names that may be there besides.
+    #: Patterns (regular expressions) of names that may be missing, and of allowed unexpected names.
     may_be_missing: tuple[str, ...]
     may_be_unexpected: tuple[str, ...]
-    #: True if the config says that weights are quantised: the list has them as they are without that, and no
+    #: True if the config states that weights are quantised; the list then has the unquantised weights, and no
     #: scales.
     quantised: bool = False
-    #: Names of tensors that the class keeps in float32 where its weights have a narrower dtype, by that.
+    #: Names of tensors that the class keeps in float32, by the narrower dtype of its other weights.
     keeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __iter__(self) -> Any:
@@ -116,14 +117,14 @@ class ExpectedTensors:
 
     @property
     def authority(self) -> str:
-        """Class, version and digest: a run with another list cannot be resumed."""
+        """Class, version and digest; a run cannot be resumed with another list."""
         import hashlib
 
         digest = hashlib.sha256(json_text.canonical(self.to_document()).encode()).hexdigest()
         return f"{self.model_class} of transformers {self.transformers}, sha256:{digest}"
 
     def to_document(self) -> dict[str, Any]:
-        """Returns the JSON document that ``--like`` takes."""
+        """Returns the JSON document that ``--like`` reads."""
         return {
             "schema": SCHEMA,
             "class": self.model_class,
@@ -141,7 +142,7 @@ class ExpectedTensors:
 
 
 def document_of(answer: Mapping[str, Any], quantised: bool = False) -> dict[str, Any]:
-    """Make the document of a worker's answer, with dtypes as safetensors spells them."""
+    """Make the document from a worker's answer, with safetensors dtype names."""
     tensors = {
         part: [[name, _DTYPES.get(dtype, dtype), shape] for name, dtype, shape in answer[part]]
         for part in ("tensors", "in_memory")
@@ -254,12 +255,12 @@ def roster_of(
 
     One of several tied tensors is enough.
 
-    Dtypes are not part of the comparison: a model is saved in the dtype in which it was trained.
+    Dtypes are not compared, because a model is saved in the dtype in which it was trained.
 
     Args:
         listed: the tensors that the config promises.
         in_memory: True for the names in memory.
-        stored_as: for tensors stored in another form, the names in that form.
+        stored_as: the stored names of tensors that are stored in another form.
     """
     optional = patterns(listed.may_be_missing)
     shapes = {t.name: t.shape for t in listed.in_memory}

@@ -1,4 +1,4 @@
-"""Comparison of a model's config with its tensors: rows of the vocabulary, columns, numbers of layers and of
+"""Comparison of a model's config with its tensors: vocabulary rows, columns, and numbers of layers and
 experts."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ..common.regex import compile_when_used
 from ..models.tensor_words import WORDS
 from .from_layers import ShapeDtype, Stack, sliced
 
-#: Degrees of tensor parallelism that a slice may be of.
+#: Possible tensor-parallel degrees of a slice.
 _DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-#: Rows of padding for each rank, at most. source: Megatron-LM --make-vocab-size-divisible-by, NeMo
+#: Maximum number of padding rows per rank. source: Megatron-LM --make-vocab-size-divisible-by, NeMo
 _PADDING = 1024
-#: Keys of a config that say how many layers a stack has.
+#: Keys of a config that state how many layers a stack has.
 _LAYERS = frozenset(
     (
         "num_hidden_layers",
@@ -37,23 +37,23 @@ _LAYERS = frozenset(
         "hybrid_override_pattern",
     )
 )
-#: Of these, the ones that say what kind each layer is of.
+#: The keys among these that list the kind of each layer.
 _KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
-#: A module, or a kind of layer, that is an MLP, and modules that mix tokens.
+#: Names of MLP modules and layer kinds, and of modules that mix tokens.
 _MLP = compile_when_used(r"mlp|ffn|feed_forward|moe")
 _OF_EXPERTS = compile_when_used(r"\.experts\.")
 _MIXER = compile_when_used(r"attn|attention|mixer|mamba|ssm|conv|rnn")
-#: Layers behind the last one, which predict further tokens.
+#: Keys for layers after the last one, which predict further tokens.
 _FURTHER = frozenset(
     ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 )
-#: Keys that say how many experts a layer has.
+#: Keys that state how many experts a layer has.
 _EXPERTS = frozenset(
     ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 )
-#: Keys within keys, and items of a list, that are looked at.
+#: Maximum nesting of keys, and maximum number of list items, that are read.
 _DEEP, _LONG = 16, 1024
-#: Parts of a model, by the words that names and configs have for them.
+#: Parts of a model, with the words for them in names and configs.
 _PARTS = (
     ("decoder", "generator"),
     ("encoder",),
@@ -67,23 +67,23 @@ class ConfigNumbers:
     """All numbers in a config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        #: (path of keys, value) of each whole number.
+        #: (path of keys, value) of each integer.
         self.numbers: list[tuple[tuple[str, ...], int]] = list(_numbers(config))
-        #: Numbers of blocks where an MLP is listed as a layer of its own, if a block holds one beside what
-        #: mixes tokens.
+        #: Possible numbers of blocks if the config lists each MLP as a separate layer but a block contains an
+        #: MLP and a token mixer.
         self.parts: set[int] = set(_parts(config))
-        #: True where blocks are listed one by one, as searched architectures do.
+        #: True if blocks are listed individually, as for architectures from a search.
         self.lists_blocks = "block_configs" in config or "auto_map" in config
 
     def of(self, keys: Iterable[str]) -> dict[tuple[str, ...], int]:
-        """Return the values of some keys, by the paths of keys that lead to them."""
+        """Return the values of some keys, by their key paths."""
         wanted = frozenset(keys)
         return {path: value for path, value in self.numbers if path[-1] in wanted}
 
     def has(self, value: int, *words: str) -> bool:
-        """Return True if a number equals this value and its key contains one of the words.
+        """Return True if a number with this value has a key that contains one of the words.
 
-        Without words, any key will do.
+        Without words, any key matches.
         """
         return any(
             n == value and (not words or any(w in path[-1] for w in words)) for path, n in self.numbers
@@ -134,7 +134,7 @@ def rows(tensors: Mapping[str, ShapeDtype], numbers: ConfigNumbers) -> Iterator[
 
 
 def _of_words(name: str) -> bool:
-    """Return True for a weight whose rows are the vocabulary."""
+    """Return True for a weight with a row for each token of the vocabulary."""
     parts = name.split(".")
     if len(parts) < 2 or parts[-1] != "weight" or any(part.isdecimal() for part in parts):
         return False
@@ -235,7 +235,8 @@ def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterat
 
 
 def holds_embedding(tensors: Iterable[str]) -> bool:
-    """Return True if one of the tensors is a word embedding, which a save of a few layers lacks."""
+    """Return True if one of the tensors is a token embedding, which is absent if only a few layers were
+    saved."""
     return any(
         name.split(".")[-2:-1] == [module] for name in tensors for module in WORDS["embedding_modules"]
     )
@@ -253,7 +254,7 @@ def counts(
     The codes are ``FS103`` and ``FS102``.
 
     If only the config contradicts a number, the finding is a warning. It is an error if one of several files
-    may be lost, or if a router of the same layer has as many rows as the config states.
+    may be lost, or if the router of the same layer has the number of rows that the config states.
     """
     for stack in stacks:
         if stack.is_layers and len(stack.elements) > 1:
@@ -285,7 +286,7 @@ def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> I
 
 
 def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Finding]:
-    """Compare the number of layers with the number that the config states for this part of the model."""
+    """Compare the number of layers with the config's number for this part of the model."""
     sizes = _layers_of(stack.prefix, numbers)
     if numbers.parts and all(_has_both(element) for element in stack.elements.values()):
         sizes |= numbers.parts
@@ -323,7 +324,7 @@ def _has_both(names: Iterable[str]) -> bool:
 
 
 def _layers_of(prefix: str, numbers: ConfigNumbers) -> set[int]:
-    """Return the numbers of layers that a config may state for a stack, by the words that both share."""
+    """Return the numbers of layers that a config may state for a stack, by words in common."""
     found = numbers.of(_LAYERS)
     words = {part for part in _PARTS if any(word in prefix for word in part)}
     if not words:

@@ -1,8 +1,9 @@
-"""Comparison of repeated layers with each other: tensors that one lacks, or has in another shape.
+"""Comparison of repeated layers with each other, to find tensors that one layer lacks or has in another
+shape.
 
-Kinds of layers alternate (experts in every n-th, attention among state spaces, dense ones first), and extents
-may differ from layer to layer. So a layer is only compared with those that have all of its tensors, and these
-must agree.
+Kinds of layers alternate (experts in every n-th layer, attention among state spaces, dense layers first), and
+sizes may differ from layer to layer. So a layer is only compared with layers that have all of its tensors,
+and these must agree.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from ..common.errors import Finding
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
 
-#: Shape and dtype of a whole tensor.
+#: Shape and dtype of a full tensor.
 ShapeDtype = tuple[tuple[int, ...], str]
-#: Words before the number of a layer: what is counted there is a transformer's, no stage of a pyramid.
+#: Words before a layer number in a transformer, in contrast to the stages of a pyramid.
 _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "resblocks"))
 #: Words before numbers of experts.
 _EXPERTS = frozenset(("experts", "expert", "mlp_experts", "local_experts"))
-#: What adapters and quantisers add to some modules, as they are told to.
+#: Tensors that adapters and quantisers add to selected modules.
 _ADDED = compile_when_used(r"lora_|scale|zero|quant|absmax|g_idx|nested|SCB|amax|packed|qweight|base_layer")
-#: What stages of layers hold: layers.
+#: Names of layers within stages.
 _STAGE = compile_when_used(r"((blocks|layers|h)\.)?\d+\.")
-#: Modules of transformers and of state spaces, which stacks of convolutions do not have.
+#: Modules of transformers and state-space models, which stacks of convolutions lack.
 _BLOCK = compile_when_used(r"norm|ln_|attn|attention|mixer|mlp|mamba|ffn|feed_forward", re.IGNORECASE)
-#: Sisters that must agree before the odd one out is wrong.
+#: Minimum number of other layers that must agree before a deviation is an error.
 _SISTERS = 3
-#: Sisters that must agree where nothing of the module is left, which could be meant.
+#: The same minimum if the layer lacks the module completely, which may be intended.
 _MANY = 5
-#: Modules that a layer has at least: a norm, and two matrices.
+#: Minimum number of modules in a layer: a norm and two matrices.
 _MODULES = 3
-#: Most tensors of one layer that findings name.
+#: Maximum number of tensors of one layer in findings.
 _MOST_NAMED = 4
-#: Experts of a layer that are looked at where all others are like them: more than any check compares.
+#: Number of experts of a layer to examine if all others are like them; no check compares as many.
 _KEPT_EXPERTS = 8
 _KEPT_NUMBERS = frozenset(map(str, range(_KEPT_EXPERTS)))
 _EXPERT = compile_when_used(rf"(.*\.(?:{'|'.join(sorted(_EXPERTS))})\.)(\d{{1,6}})\.(.+)")
@@ -47,13 +48,13 @@ _EXPERT = compile_when_used(rf"(.*\.(?:{'|'.join(sorted(_EXPERTS))})\.)(\d{{1,6}
 class Stack:
     """Numbered elements with one common prefix of names: ``model.layers.N``."""
 
-    #: Name up to the number, with its dot.
+    #: The name before the number, with the dot.
     prefix: str
-    #: Tensors of each number, by their names behind it.
+    #: Tensors of each element, by the part of their names after the number.
     elements: dict[int, dict[str, ShapeDtype]]
-    #: Numbers of tensors of which a finding tells why they are not here.
+    #: Numbers whose missing tensors a finding explains.
     lost: set[int] = field(default_factory=set)
-    #: How many more follow that are like the last of them.
+    #: Number of further elements that are like the last one.
     further: int = 0
 
     @property
@@ -65,7 +66,8 @@ class Stack:
     def is_layers(self) -> bool:
         """True for layers of a transformer.
 
-        They are numbered outside all others, consist of several modules each, and are not stages of layers.
+        Their number is the outermost in the name, each consists of several modules, and they are not stages
+        of layers.
         """
         if self.word not in _LAYERS or any(part.isdecimal() for part in self.prefix.split(".")):
             return False
@@ -99,19 +101,18 @@ class Stack:
 
 @dataclass(frozen=True)
 class FewExperts:
-    """The tensors of a model without experts that are like those before them."""
+    """The tensors of a model, without experts that are like the preceding ones."""
 
     tensors: Mapping[str, ShapeDtype]
-    #: How many experts are left out at each place of the names, by the name up to their number.
+    #: Number of omitted experts, by the part of the name before their number.
     further: Mapping[str, int]
 
 
 def leave_out_equal_experts(tensors: Mapping[str, ShapeDtype]) -> FewExperts | None:
     """Leave out all but the first experts of each layer; None if these do not represent the others.
 
-    They do if the experts of each layer are numbered from 0 without a gap and have the same tensors in the
-    same shapes and dtypes, and if all layers that have experts at the same place have the same number of
-    them.
+    They do if the experts of each layer are numbered from 0 without gaps and have the same tensors with the
+    same shapes and dtypes, and if all layers have the same number of experts.
     """
     experts: dict[str, dict[str, dict[str, ShapeDtype]]] = defaultdict(lambda: defaultdict(dict))
     kept: dict[str, ShapeDtype] = {}
@@ -151,7 +152,7 @@ def stacks(
     Args:
         tensors: tensors that exist.
         lost: names of missing tensors that a finding already reports.
-        further: number of further elements that are like the last, by the prefix of the stack.
+        further: number of further elements that are like the last one, by the prefix of the stack.
     """
     found: dict[str, Stack] = {}
     for name, stored in tensors.items():
@@ -178,7 +179,8 @@ def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def find_repeated(stacks: Iterable[Stack]) -> set[str]:
-    """Return the names that similar layers repeat, so that a missing tensor or another shape is noticed."""
+    """Return the names that similar layers repeat, for which a missing tensor or a different shape is
+    noticed."""
     return {
         f"{stack.prefix}{number}.{rest}"
         for stack in stacks
@@ -198,7 +200,7 @@ def check_stack(stack: Stack) -> Iterator[Finding]:
 
 
 def _lacking(stack: Stack) -> Iterator[Finding]:
-    """Yield findings about tensors that one layer lacks and all similar layers have."""
+    """Yield findings about tensors that one layer lacks but all similar layers have."""
     total = len(stack.elements)
     usual = [(rest, n) for rest, n in stack.holders.items() if n >= _SISTERS and not _ADDED.search(rest)]
     for number, element in stack.elements.items():
@@ -240,7 +242,7 @@ def _left_of(rest: str, modules: set[str]) -> str:
 
 
 def _alike(stack: Stack, number: int, module: str) -> list[int]:
-    """List other layers that have all tensors that this layer has of a module.
+    """List other layers that have all of this layer's tensors of a module.
 
     The list is empty if these layers mostly differ from each other.
     """
@@ -258,7 +260,8 @@ def _alike(stack: Stack, number: int, module: str) -> list[int]:
 def _list_missing(
     prefix: str, number: int, missing: dict[str, tuple[int, bool]], total: int, *, doubtful: bool
 ) -> Iterator[Finding]:
-    """Yield a finding for each tensor that a layer lacks; the last one counts those beyond the limit."""
+    """Yield a finding for each tensor that a layer lacks; the last one counts the tensors beyond the
+    limit."""
     names = list(missing)
     for i, rest in enumerate(names[:_MOST_NAMED]):
         alike, inside = missing[rest]
@@ -332,7 +335,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
 
 
 def _of_its_own(stack: Stack, number: int, rest: str) -> bool:
-    """Return True if no other layer has a tensor with this name and the shape that it has in this layer."""
+    """Return True if no other layer has a tensor with this name and shape."""
     shape = stack.elements[number][rest][0]
     return all(
         n == number or rest not in element or element[rest][0] != shape

@@ -15,7 +15,7 @@ from .from_transformers import MEMORY, TIMEOUT, class_name, cleaned, installed_v
 
 __all__ = ["AdapterTensors", "list_tensors"]
 
-#: Keys that name code, or how values come about: nothing of which modules are adapted.
+#: Keys that name code or initial values, and that do not affect which modules are adapted.
 _NO_TENSORS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -32,19 +32,19 @@ _NO_TENSORS = {
 class AdapterTensors:
     """Tensors that peft saves for an adapter, and those that a load of the stored ones would miss."""
 
-    #: Who says so, with the version.
+    #: The library that lists them, with its version.
     by: str
-    #: The tensors that it saves of such an adapter, by its names.
+    #: The tensors that peft saves for this adapter, by its names.
     saved: Sequence[str]
-    #: Of these, those that a load of the stored tensors misses, by the names in memory; None where it cannot
-    #: load them.
+    #: Tensors among these that are missing after a load of the stored ones, by the names in memory; None if
+    #: peft cannot load them.
     missing: Sequence[str] | None
 
 
 def list_tensors(
     base: Mapping[str, Any], adapter: Mapping[str, Any], stored: Mapping[str, Sequence[int]], file: str
 ) -> AdapterTensors:
-    """List the tensors that peft saves for an adapter, and those that it lacks among the stored ones.
+    """List the tensors that peft saves for an adapter, and those that are missing from the stored ones.
 
     The function builds the base's class on the ``meta`` device, like
     :func:`.from_transformers.expected_tensors`.
@@ -53,7 +53,7 @@ def list_tensors(
         base: content of the base's config.json.
         adapter: content of the adapter_config.json.
         stored: shapes of the adapter's tensors, by their stored names.
-        file: the adapter's config, as messages name it.
+        file: name of the adapter's config in messages.
 
     Raises:
         FastshardError: ``FS514`` if peft or transformers is not installed, or cannot build the adapter.

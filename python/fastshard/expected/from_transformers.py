@@ -33,14 +33,14 @@ __all__ = [
     "try_load",
 ]
 
-#: Changes with the rules of this module and of the worker: what they made before is made again.
+#: Version of the rules of this module and of the worker; lists from other versions are computed again.
 RULES = 3
 TIMEOUT = 60.0
-#: Private memory that building may take. An import of torch and transformers takes 0.8 GiB, a model on `meta`
-#: next to nothing.
+#: Private memory limit for building a model. Importing torch and transformers takes 0.8 GiB; a model on
+#: `meta` takes almost nothing.
 MEMORY = 4 << 30
-#: Keys that name code, files, kernels or how numbers are stored: nothing of the model's shape. What a hub's
-#: kernel is named by is loaded while a model is built. source: transformers 5.24 configuration_utils.py,
+#: Keys that name code, files, kernels or number formats, and do not affect shapes. Kernels that a config
+#: names are loaded from the Hub while a model is built. source: transformers 5.24 configuration_utils.py,
 #: integrations/hub_kernels.py
 _NO_SHAPE = {
     "auto_map",
@@ -61,7 +61,7 @@ _NO_SHAPE = {
 def expected_tensors(
     path: StrPath, *, timeout: float = TIMEOUT, memory: int = MEMORY, cache: bool = True
 ) -> ExpectedTensors:
-    """Lists the tensors that a config.json promises, as the installed transformers builds them.
+    """Lists the tensors that a config.json promises according to the installed transformers.
 
     A separate process builds the class that the config names on the ``meta`` device. It uses no weights,
     network, tokens or code of the checkpoint. The function stores the list in the user's cache
@@ -69,13 +69,14 @@ def expected_tensors(
 
     Args:
         path: a config.json, or a directory that has one.
-        timeout: limit in seconds of processor time; by the clock, the process ends after ten times as long.
+        timeout: limit on CPU time in seconds; the limit on elapsed time is ten times as long.
         memory: limit in bytes on the private memory of the process.
-        cache: False to neither read nor store a list.
+        cache: False to disable reading and storing the list.
 
     Raises:
-        FastshardError: ``FS501`` if the config is missing, ``FS211`` if it is not a model's, ``FS514`` if
-            transformers is not installed, does not know the model, or cannot build it within these limits.
+        FastshardError: ``FS501`` if the config is missing, ``FS211`` if it is not the config of a model,
+            ``FS514`` if transformers is not installed, does not know the model, or cannot build it within
+            these limits.
     """
     check_local(path)
     at = Path(path)
@@ -108,7 +109,7 @@ def list_for(
     cache: bool = True,
     only_kept: bool = False,
 ) -> ExpectedTensors:
-    """Return the list for a config that has been read.
+    """Return the list for a parsed config.
 
     Raises:
         FastshardError: ``FS514``, as :func:`expected_tensors`, and, with ``only_kept``, if the cache has no
@@ -173,20 +174,20 @@ def class_name(config: Mapping[str, Any]) -> str | None:
 class LoadReport:
     """The problems that from_pretrained would report for stored names and shapes."""
 
-    #: Names in memory that it would initialise itself, and what else it complains about.
+    #: Names in memory that it would initialise itself, and its other complaints.
     missing: tuple[str, ...]
-    #: What its class puts before the names of the model without a head; empty where it puts nothing.
+    #: The prefix that its class adds to the names of the model without a head; may be empty.
     base: str
 
 
 def try_load(
     config: Mapping[str, Any], stored: Iterable[tuple[str, str, Sequence[int]]]
 ) -> LoadReport | None:
-    """Check with from_pretrained whether tensors load, by their names and shapes, without their values.
+    """Check with from_pretrained whether tensors load, using only their names and shapes.
 
     Args:
         config: content of the config.json.
-        stored: names, dtypes (as safetensors spells them) and shapes.
+        stored: names, dtypes (safetensors names) and shapes.
 
     Returns:
         Missing tensors and tensors with another shape; None if the check is not possible.
@@ -252,7 +253,7 @@ def installed_version(file: str) -> str:
     return version
 
 
-#: What is said of a class or a model_type that the installed transformers has not.
+#: Message for a class or model_type that the installed transformers lacks.
 UNKNOWN_CLASS = "does not know this model"
 
 

@@ -1,8 +1,8 @@
-"""Evidence about a model that neither a table nor a reference describes: comparisons of its layers with each
-other and with its config.
+"""Heuristic checks of a model that neither a table nor a reference describes: its layers are compared with
+each other and with its config.
 
-The checks see only names, shapes and dtypes of full tensors. A finding is an error if nothing else explains
-it, and a warning if something could. Tensors that nothing can be compared with are counted, not judged.
+The checks use only names, shapes and dtypes of full tensors. A finding is an error if it has no other
+explanation, and a warning if it may have one. Tensors that cannot be compared with others are only counted.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .from_layers import ShapeDtype, check_stack, find_repeated, leave_out_equal
 
 __all__ = ["Evidence", "ShapeDtype", "judge", "unheld"]
 
-#: Names that are told of many.
+#: Maximum number of names in a message.
 _NAMED = 4
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Findings about a model from its own tensors, and tensors that the check could not compare."""
+    """Findings about a model from its own tensors, and tensors that could not be compared."""
 
     findings: list[Finding]
-    #: Names that no layers repeat, so that the absence of another like them would not be seen.
+    #: Names that no other layer repeats; a missing tensor of this kind would go unnoticed.
     alone: list[str]
-    #: How many tensors there are.
+    #: Number of tensors.
     count: int
 
 
@@ -69,7 +69,7 @@ def _judge(
     lost: Iterable[str],
     further: Mapping[str, int] | None = None,
 ) -> Evidence:
-    """Judge a model like :func:`judge`; ``further`` counts the experts that its tensors leave out."""
+    """Check a model like :func:`judge`; ``further`` counts the experts that its tensors omit."""
     found = stacks(tensors, lost, further)
     numbers = None if config is None else by_config.ConfigNumbers(config)
     findings = [finding for stack in found for finding in check_stack(stack)]

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint lacks, or has in addition, by a reference, and the reasons for that."""
+"""Missing and unexpected tensors of a checkpoint in comparison with a reference, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from .promised_parts import promised
 
 __all__ = ["Unmatched", "further", "is_buffer", "missing", "unexplained"]
 
-#: Buffers that transformers computes itself, whatever is stored; with the dimensions that tell a mask from a
-#: bias.
-#: source: transformers 4 models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py
-#: (register_buffer)
+#: Buffers that transformers computes itself regardless of what is stored; the number of dimensions
+#: distinguishes a mask from a bias. source: transformers 4
+#: models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py (register_buffer)
 _BUFFERS = (
     (compile_when_used(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"), None),
     (compile_when_used(r"(^|\.)(attn|attention|self_attention)\.bias$"), 4),
@@ -39,23 +38,23 @@ _BUFFERS = (
 )
 #: Numbers of layers and the like.
 _UNNUMBERED = compile_when_used(r"(?<![^.])\d+(?![^.])")
-#: Keys by which configs state the layers.
+#: Config keys for the number of layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 
 
 @dataclass(frozen=True)
 class Unmatched:
-    """Tensors that only one side has, and notes about those with a known reason."""
+    """Tensors that only one side has, and notes about those with a known explanation."""
 
-    #: What the checkpoint lacks, by the roster's names.
+    #: Missing tensors, by the roster's names.
     missing: Missing
-    #: What the reference has not, by the names stored.
+    #: Unexpected tensors, by their stored names.
     further: list[str]
     remarks: tuple[Finding, ...] = ()
 
 
 def unexplained(compared: Comparison) -> Unmatched:
-    """Find tensors that the checkpoint lacks, or has in addition, without a known reason."""
+    """Find missing and unexpected tensors without a known explanation."""
     met = compared.met
     unmatched = Unmatched(
         [(name, shape) for name, shape in met.found["missing"] if compared.is_expected(name)],
@@ -97,7 +96,7 @@ def is_buffer(name: str, shape: Iterable[int | None] | None) -> bool:
 
 
 def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Drop copies of a tensor to which the reference ties them."""
+    """Drop copies of tensors that the reference ties."""
     copies = {stored: of for stored in unmatched.further if (of := _copied(compared, stored)) is not None}
     notes = [
         Finding.of(
@@ -118,7 +117,7 @@ def _copied(compared: Comparison, stored: str) -> str | None:
     """Return the tensor of which an unexpected tensor is a copy; None if it is not a copy.
 
     An equal tensor in another layer is a duplicate layer, not a tie. If all elements are equal, as in new
-    biases and norms, only tensors with a row for each word count as tied.
+    biases and norms, only tensors with a row for each token count as tied.
     """
     met = compared.met
     like = _UNNUMBERED.sub("#", met.name(stored))
@@ -177,7 +176,8 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Drop layers that only one of the two configs counts, if exactly these are missing or unexpected."""
+    """Drop layers that only one of the two configs counts, if exactly these layers are missing or
+    unexpected."""
     own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
     if own is None or theirs is None or own == theirs:
         return Unmatched(unmatched.missing, unmatched.further)
@@ -215,7 +215,7 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], numbers: range) -> bool:
     """Return True if names make up complete layers of the given numbers in each stack.
 
-    Each of them must have the same tensors as another layer of its stack.
+    Each layer must have the same tensors as another layer of its stack.
     """
     layers: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in names:
@@ -229,7 +229,7 @@ def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], n
 
 
 def missing(compared: Comparison, names: Missing) -> list[Finding]:
-    """Report missing tensors; a layer with no tensors at all is one finding."""
+    """Report missing tensors, with one finding for a layer without any tensors."""
     lost: dict[tuple[str, int], list[str]] = defaultdict(list)
     aside = _of_parts(compared, names)
     for name, _ in names:
@@ -266,7 +266,7 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
 
 
 def _of_parts(compared: Comparison, names: Missing) -> set[str]:
-    """Return missing tensors of promised parts that are missing completely: each part becomes one finding.
+    """Return missing tensors of completely missing promised parts; each part becomes one finding.
 
     This applies only to a list from transformers.
     """
@@ -292,7 +292,7 @@ def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str
 
 
 def further(compared: Comparison, names: list[str]) -> list[Finding]:
-    """Report tensors that the reference lacks, except those that its class accepts."""
+    """Report unexpected tensors, except those that the reference's class accepts."""
     if compared.reference.listed is not None:
         allowed = unexpected_allowed(compared.reference.listed, map(compared.met.name, names))
         names = [stored for stored in names if compared.met.name(stored) not in allowed]

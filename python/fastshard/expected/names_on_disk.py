@@ -1,9 +1,9 @@
-"""Two layout tables that write a model with names in memory as ``save_pretrained`` does, made from a list.
+"""Two layout tables, made from a list, that write a model with names in memory as ``save_pretrained`` does.
 
-transformers 5 holds tensors under other names than it writes, and fuses experts. Its list states the parts of
-tensors in memory that make up each tensor on disk (:class:`~fastshard.expected.expected_list.Part`). From
-these follow a table of the tensors in memory and one of those on disk, which meet in the same canonical
-tensors; the layout engine does the rest.
+transformers 5 uses other names in memory than on disk, and fuses experts. Its list states the parts of
+tensors in memory that make up each tensor on disk (:class:`~fastshard.expected.expected_list.Part`). This
+module derives two tables from them, one for the tensors in memory and one for those on disk. Both map to the
+same canonical tensors; the layout engine does the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .expected_list import ExpectedTensors, Part, patterns
 
 __all__ = ["are_in_memory", "tables_of"]
 
-#: What is no plain text in a pattern of names.
+#: Characters with a special meaning in a name pattern.
 _SPECIAL = compile_when_used(r"[(){}|]")
 _NUMBER = compile_when_used(r"(?<=\.)\d+(?=\.)")
 
@@ -38,7 +38,7 @@ class _Digit(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """The range of a dimension that a part covers: the first index, and its digits, outermost first."""
+    """The range that a part covers in a dimension: the first index, and its digits, outermost first."""
 
     first: int
     digits: tuple[_Digit, ...]
@@ -49,7 +49,7 @@ class _Range(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The dimension in a rule."""
+        """The text of the dimension in a rule."""
         return "*".join(digit.axis for digit in self.digits) or "1"
 
     def steps(self) -> int:
@@ -71,7 +71,7 @@ class _End(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A box of elements, in memory and on disk."""
+    """A box of elements, with its place in memory and on disk."""
 
     memory: _End
     disk: _End
@@ -79,7 +79,7 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule of a table, with its own axes."""
+    """A rule of a table, with the axes that it adds."""
 
     name: str
     dims: Sequence[str]
@@ -97,14 +97,14 @@ class _Formless(Exception):
 
 
 def are_in_memory(listed: ExpectedTensors, names: Collection[str]) -> bool:
-    """Return True if names are those of a model in memory, and these differ from the names on disk."""
+    """Return True if names are a model's names in memory, and these differ from the names on disk."""
     memory = {t.name for t in listed.in_memory}
     only_on_disk = {t.name for t in listed.tensors} - memory
     return not listed.only_in_memory.isdisjoint(names) and only_on_disk.isdisjoint(names)
 
 
 def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, Table]:
-    """Make the tables of a model's tensors in memory and on disk; both have the fact ``tied``.
+    """Make the tables for a model's tensors in memory and on disk; both have the fact ``tied``.
 
     Args:
         listed: the tensors that the model's config promises.
@@ -168,7 +168,7 @@ def _parts(listed: ExpectedTensors, name: str, memory: Shapes) -> Sequence[Part]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Return the distance in elements between neighbouring indices of each dimension."""
+    """Return the distance in elements between adjacent indices of each dimension."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
@@ -205,7 +205,7 @@ def _move(name: str, shape: Sequence[int], part: Part, memory: Shapes) -> _Move:
 
 
 def _divided(extent: int, stride: int, strides: Iterable[int]) -> list[tuple[int, int]]:
-    """Split a digit into one for each dimension in memory that it crosses."""
+    """Split a digit so that there is one for each dimension in memory that it crosses."""
     inside = sorted((s for s in set(strides) if stride < s < stride * extent), reverse=True)
     found = []
     for step in inside:
@@ -251,7 +251,7 @@ def _fused(
     """Return the rule of one tensor, and the rules of the tensors that contain its parts on the other side.
 
     Parts differ in the index of one dimension, which is a number in the other tensors' names, and in their
-    start in another dimension.
+    start index in another dimension.
     """
     name = ends[0][0].name
     shape = of_one[name]
@@ -292,14 +292,14 @@ def _fused(
 
 
 def _full(taken: _Range, n: int) -> str:
-    """Return the text of a dimension that is covered completely."""
+    """Return the text of a fully covered dimension."""
     if taken.first or taken.extent != n or taken.steps() != 1:
         raise _Formless("a part of it is left out")
     return taken.text
 
 
 def _alternatives(ranges: Sequence[_Range], n: int, name: str) -> str:
-    """Return the text of a dimension that parts divide into runs, or share by every n-th index."""
+    """Return the text of a dimension that parts divide into runs or by every n-th index."""
     at = 0
     for one in ranges:
         if one.first != at or one.steps() != 1:
@@ -316,7 +316,7 @@ def _alternatives(ranges: Sequence[_Range], n: int, name: str) -> str:
 
 
 def _other(others: Mapping[int, _End], axis: str | None, canonical: str, shapes: Shapes) -> _Rule:
-    """Return the rule of the tensors that are parts of another one, by their number there."""
+    """Return the rule of the tensors that are parts of another one, by their index in it."""
     ends = [others[i] for i in sorted(others)]
     shape = shapes[ends[0].name]
     if len({end.ranges for end in ends}) > 1 or any(shapes[end.name] != shape for end in ends):
@@ -339,7 +339,7 @@ def _optional(rule: _Rule, may_be_missing: bool) -> _Rule:
 def _as_stored(
     listed: ExpectedTensors, canonical: dict[str, str], rules: list[_Rule], stored: Collection[str]
 ) -> None:
-    """Replace the name in a rule by that of a tied tensor, if only the latter is stored."""
+    """Replace the name in a rule by the name of a tied tensor, if only the latter is stored."""
     for group in listed.ties:
         kept = next((name for name in group if name in canonical), None)
         other = next((name for name in group if name in stored and name not in canonical), None)
@@ -354,9 +354,9 @@ def _tied(
 ) -> tuple[str, set[str]]:
     """Return table entries for tied tensors that are stored more than once.
 
-    The second result has the names of those that are not written.
+    The second result has the names of tied tensors that are not written.
 
-    The function adds their rules to those of the tensors in memory.
+    The function adds their rules to the rules of the tensors in memory.
     """
     entries: list[str] = []
     names: set[str] = set()

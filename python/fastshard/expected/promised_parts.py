@@ -1,8 +1,8 @@
 """Parts of a model that its config promises besides its layers: the keys that promise them, and the names of
 their tensors.
 
-One table serves all classes: a layout table, or the list of transformers, states what a class builds of a
-part.
+One table serves all classes; a layout table, or the list of transformers, states which tensors of a part a
+class builds.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def _component(
 class Kind:
     """A kind of part."""
 
-    #: What people call it, and several of it where it is counted.
+    #: Its name in messages, and the plural if it is counted.
     word: str
     words: str
-    #: The keys that promise it, with a value that is neither nothing nor zero.
+    #: The keys that promise it, if their value is neither empty nor zero.
     keys: tuple[str, ...]
-    #: Its tensors, by their names.
+    #: Pattern of its tensors' names.
     names: re.Pattern[str]
-    #: Whether the key says how many there are.
+    #: True if the key states their number.
     counted: bool = False
-    #: Whether transformers leaves it out when it loads and when it saves.
+    #: True if transformers ignores it when loading and saving.
     left_out: bool = False
-    #: Whether its tensors stand among those of the layers, and not apart.
+    #: True if its tensors are inside the layers and not separate.
     within: bool = False
-    #: What must be there for it to have a place.
+    #: Pattern of the tensors that must exist for the part to belong to the model.
     beside: re.Pattern[str] | None = None
-    #: What may be it under another name, where nothing lists the model's tensors.
+    #: Pattern of tensors that may be the part under another name, if nothing lists the model's tensors.
     may_be: re.Pattern[str] | None = None
-    #: Classes whose config may be that of a larger model, so that the key promises nothing.
+    #: Classes that may have the config of a larger model, so that the key promises nothing.
     but: re.Pattern[str] = compile_when_used(r"For\w*(Classification|QuestionAnswering|Retrieval)\b")
 
 
-#: Classes that have the language model alone.
+#: Classes that contain only the language model.
 _TEXT = compile_when_used(r"ForCausalLM$|Text(Model|For)|For\w*(Classification|QuestionAnswering)$")
 _ENCODER = compile_when_used(r"(?:^|\.)(?:encoder|backbone|perception|tower)\.")
 _EXPERTS = compile_when_used(r"(?:^|\.)(?=experts\.|\w*moe)\w+\.")
@@ -120,9 +120,9 @@ KINDS = (
     ),
 )
 
-#: Keys by which a config counts its layers.
+#: Config keys for the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-#: Configs in a config that are none of the model's parts.
+#: Nested configs that do not describe parts of the model.
 _OTHERS = (
     "quantization_config",
     "compression_config",
@@ -130,17 +130,17 @@ _OTHERS = (
     "rope_parameters",
     "generation_config",
 )
-#: Of configs in configs; no model has more.
+#: Maximum nesting of configs; no model has more.
 _DEEPEST = 6
-#: A layer of those that are counted: of a list that no tower has.
+#: A counted layer, in a list that is not part of a tower.
 _LAYER = compile_when_used(r"^((?:\w+\.)*?)(?:layers|h|blocks)\.(\d+)\.(.+)$")
-#: A layer of MTP that is numbered apart.
+#: An MTP layer with separate numbering.
 _OWN_LAYER = compile_when_used(r"(?:^|\.)(?:mtp|nextn)\w*\.(?:layers\.)?(\d+)\.(.+)$")
-#: What joins the embedding to the state of the layer before, where a layer has any of these.
+#: Modules that join the embedding to the previous layer's state, in layers that have any of them.
 _JOINS = ("enorm", "hnorm", "eh_proj")
-#: Most layers that a finding names.
+#: Maximum number of layers in a finding.
 _MOST_NAMED = 100
-#: Of the name of a class; none has more characters.
+#: Maximum length of a class name; none is longer.
 _LONGEST = 200
 
 
@@ -149,13 +149,13 @@ class Part:
     """A part that a config promises."""
 
     kind: Kind
-    #: Where the config says so, with dots.
+    #: The config key that promises it, with dots.
     key: str
-    #: How many there are, where that is counted.
+    #: Their number, if the part is counted.
     number: int | None
-    #: The layers beside it: MTP layers are numbered on from these.
+    #: Number of the model's layers; the numbers of MTP layers continue from it.
     layers: int | None
-    #: Whether one layer stands for several.
+    #: True if one stored layer represents several.
     repeated: bool = False
 
     def holds(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class Part:
         return self.kind.names.search(name) is not None or self._beyond(name) is not None
 
     def __str__(self) -> str:
-        """Describe the part for people: ``1 MTP layer (num_nextn_predict_layers)``."""
+        """Describe the part for messages: ``1 MTP layer (num_nextn_predict_layers)``."""
         if self.number is not None:
             called = f"{self.number} {self.kind.words if self.is_many else self.kind.word}"
         else:
@@ -178,7 +178,8 @@ class Part:
         return self.number > 1 if self.number is not None else bool(self.kind.words)
 
     def _beyond(self, name: str) -> tuple[int, str] | None:
-        """Return number and rest of the name of a tensor in a layer after the counted ones; else None."""
+        """Return layer number and rest of the name for a tensor in a layer after the counted ones; else
+        None."""
         if not self.kind.counted or self.layers is None:
             return None
         match = _LAYER.match(name)
@@ -224,7 +225,7 @@ def promised(config: Mapping[str, Any]) -> list[Part]:
 
 
 def _says_repeated(key: str) -> bool:
-    """Return True for a key which states that one MTP layer stands for several."""
+    """Return True if a key states that one MTP layer represents several."""
     return ("mtp" in key or "nextn" in key) and ("repeat" in key or "shar" in key)
 
 
@@ -253,8 +254,8 @@ def lacking(part: Part, names: Iterable[str]) -> list[str]:
     """List modules and layers that a partly stored part lacks.
 
     A layer that predicts further tokens contains a layer of the model. It is certainly incomplete if the most
-    similar model layer has many more modules, or if it has only some of the modules that join it to the layer
-    before. The part is also incomplete if it has fewer layers than the config promises.
+    similar model layer has many more modules, or if it has only some of the modules that join it to the
+    previous layer. The part is also incomplete if it has fewer layers than the config promises.
     """
     names = list(names)
     blocks = part.blocks(names)
@@ -282,7 +283,7 @@ def lacking(part: Part, names: Iterable[str]) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """Return the module of a layer's tensor; all experts are one module."""
+    """Return the module of a layer's tensor; all experts count as one module."""
     before, experts, _ = name.partition("experts.")
     if experts and not before.endswith("shared_"):
         return f"{before}experts"

@@ -1,4 +1,5 @@
-"""References (``--like``): good checkpoints of the same model, compared with another one by headers alone."""
+"""References (``--like``): known-good checkpoints of the same model, whose headers are compared with another
+one's."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from .from_transformers import is_model, list_for
 
 __all__ = ["Reference", "Whole", "read"]
 
-#: What the name of an index ends with.
+#: Suffix of the name of an index.
 _INDEX = ".index.json"
-#: A file that says itself that it is one of several.
+#: The name of a file that is one of several.
 _SHARD = compile_when_used(r"-\d+-of-(\d+)\.(safetensors|bin)$")
 
 
@@ -35,38 +36,38 @@ class Whole:
 
     source: Source
     findings: list[Finding]
-    #: Name stored, dtype and shape of each.
+    #: Stored name, dtype and shape of each tensor.
     tensors: list[tuple[str, str, list[int]]]
-    #: The files that hold them.
+    #: The files that contain them.
     files: list[Path]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, as far as its reference describes it, with which a checkpoint is compared."""
+    """A model with which a checkpoint is compared, as far as the reference describes it."""
 
-    #: As it was given.
+    #: The path, as the caller gave it.
     path: str
-    #: Its tensors by the model's own names; None for a config whose tensors a layout table tells.
+    #: Its tensors by the model's own names; None for a config whose tensors follow from a layout table.
     roster: _core.Roster | None
-    #: Its config.json, and the file.
+    #: Its config.json, and the path of that file.
     config: dict[str, Any] | None = None
     config_file: Path | None = None
-    #: Where its tokenizer and the like are looked for; empty for a file by itself, whose folder may be
-    #: anybody's.
+    #: Folders to search for its tokenizer and similar files; empty for a single file, whose folder may belong
+    #: to anyone.
     places: list[Folder] = field(default_factory=list)
-    #: The files that hold its tensors.
+    #: The files with its tensors.
     files: list[Path] = field(default_factory=list)
-    #: Bytes of all tensors, where only an index tells of them.
+    #: Total size of all tensors in bytes, if only an index describes them.
     total: int | None = None
-    #: True if its shapes are known, all of them.
+    #: True if all its shapes are known.
     has_shapes: bool = True
-    #: The list that transformers made of a config, where it is one.
+    #: The list of transformers for a config, if the reference is one.
     listed: ExpectedTensors | None = None
 
     @property
     def own_config(self) -> tuple[dict[str, Any], Path] | None:
-        """The reference's config and its file, for a checkpoint without one; None for one file."""
+        """The reference's config and its path, for a checkpoint without one; None for a single file."""
         if self.config is None or self.config_file is None or not self.places:
             return None
         return self.config, self.config_file
@@ -80,7 +81,7 @@ class Reference:
         """Refuse to compare a checkpoint with itself.
 
         Raises:
-            FastshardError: ``FS515`` if the reference is the checkpoint of these roots and files.
+            FastshardError: ``FS515`` if the reference is the checkpoint with these roots and files.
         """
         at = Path(self.path).resolve()
         paths = {path.resolve() for path in files}
@@ -98,7 +99,7 @@ class Reference:
         """Refuse to overwrite the reference.
 
         Raises:
-            FastshardError: ``FS505`` if the reference is OUT or lies in it.
+            FastshardError: ``FS505`` if the reference is OUT or is inside it.
         """
         at, to = Path(self.path).resolve(), Path(out).resolve()
         if at == to or at.is_relative_to(to):
@@ -113,14 +114,14 @@ class Reference:
 
 
 def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
-    """Read a reference: a checkpoint of any kind, a file of tensors, an index, or a config.
+    """Read a reference: a checkpoint of any kind, a tensor file, an index, or a config.
 
     Args:
         path: the path, as the caller gave it.
         opened: opens a checkpoint by reading its headers; ``accept`` lists what it accepts.
 
     Raises:
-        FastshardError: ``FS501`` if the path does not exist, ``FS502`` if it may not be read; the findings
+        FastshardError: ``FS501`` if the path does not exist, ``FS502`` without read permission; the findings
             about it, each naming it as the reference; ``FS514`` for a lone config whose tensors cannot be
             listed.
     """
@@ -192,7 +193,7 @@ def _holds_more(folder: Path) -> bool:
 def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str | None, bool]]:
     """Yield the model's tensors by its own names.
 
-    These names omit the parts that wrappers add and the prefix. State is not part of the model.
+    These names omit the prefix and parts that wrappers add. Optimizer state is not part of the model.
 
     Raises:
         FastshardError: the findings about the checkpoint; ``FS106`` if it contains several copies of the
@@ -217,7 +218,7 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
 
 
 def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
-    """Read a reference from an index: headers if all its files are next to it, else only names."""
+    """Read a reference from an index: the headers if all its files are next to it, else only the names."""
     content = safe_files.read_object(at, safe_files.MAX_INDEX)
     listed = content.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
@@ -294,7 +295,7 @@ def _of_list(listed: ExpectedTensors, given: str) -> Reference:
 
 
 def _beside(at: Path) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return the config.json in the folder of a path, if it is a model's."""
+    """Return the config.json in the folder of a path, if it is the config of a model."""
     folder = Folder.named(at) if at.is_dir() else Folder(at.parent, linked(at.parent), at)
     file = folder.file("config.json")
     if file is None:

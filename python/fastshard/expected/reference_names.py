@@ -15,23 +15,24 @@ from ..layouts.prefix_moves import Moved, moved
 
 __all__ = ["Met", "Reading", "Side", "aligned", "gain", "moves", "unequal"]
 
-#: Prefixes have as many parts at most: ``model.language_model.``.
+#: Maximum number of parts of a prefix, e.g. ``model.language_model.``.
 _DEEP = 3
 
 
 @dataclass(frozen=True)
 class Side:
-    """Tensors with names that may be the reference's."""
+    """A checkpoint's tensors under names that may match the reference."""
 
     draft: _core.Draft
     source: Source
-    #: True for names that lie below the source's prefix, as a merge has them.
+    #: True for names with the source's prefix, as in a merge.
     below: bool
-    #: Whether two tensors hold the same bytes, by the names stored; and whether one value all over will do.
+    #: Returns True if two tensors, by their stored names, have the same bytes; the last argument also allows
+    #: constant ones.
     same: Callable[[str, str, bool], bool] = lambda one, other, constant: False
-    #: How names became those of the reference, in words.
+    #: Description of how the names were changed to the reference's.
     how: str = ""
-    #: Whether a tensor is zero from a row on, by the name stored.
+    #: Returns True if a tensor, by its stored name, is zero from a row to its end.
     ends_in_zeros: Callable[[str, int], bool] = lambda name, first: False
 
     @property
@@ -40,7 +41,8 @@ class Side:
         return self.source.names.prefix if self.below else ""
 
     def own(self, stored: str) -> str | None:
-        """Return the model's own name of a tensor; None for state and for further copies of the model."""
+        """Return the model's own name of a tensor; None for optimizer state and for further copies of the
+        model."""
         name = self.source.names.own.get(stored, stored)
         apart = self.source.names.other_prefixes if self.below else []
         if is_state(name) or not name.startswith(self.outer) or name.startswith(tuple(apart) or "\0"):
@@ -64,7 +66,7 @@ class Reading:
 
     prefix: str = ""
     adds: bool = False
-    #: Names of the roster.
+    #: Names in the roster.
     listed: Set[str] = frozenset()
 
     def of(self, own: str) -> str:
@@ -77,7 +79,7 @@ class Reading:
         return self.prefix + own if self.adds else own.removeprefix(self.prefix)
 
     def back(self, name: str) -> str:
-        """Return the own name of a missing tensor, as far as it can be derived."""
+        """Return the model's own name of a missing tensor, as far as it can be derived."""
         return name.removeprefix(self.prefix) if self.adds else self.prefix + name
 
     def __str__(self) -> str:
@@ -113,10 +115,10 @@ class Met:
 
 
 def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
-    """Find the reference's names for tensors with other names in memory; None if there are none.
+    """Find the reference's names for tensors whose names in memory differ; None if there are none.
 
     Args:
-        side: the tensors with the names that they have without the reference.
+        side: the tensors under their names without the reference.
         roster: roster of the reference.
         path: path of the reference, for messages.
 
@@ -154,7 +156,7 @@ def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
 
 
 def gain(side: Side, other: Side, roster: _core.Roster) -> int:
-    """Return how many more tensors of a roster one side has than another, by name."""
+    """Return how many more names of a roster one side has than the other."""
     counts = [
         len(one.draft.compared(roster, one.source.names.own, one.outer)["missing"]) for one in (other, side)
     ]
@@ -162,7 +164,7 @@ def gain(side: Side, other: Side, roster: _core.Roster) -> int:
 
 
 def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
-    """Repeat a comparison with one prefix added to the names or removed.
+    """Repeat a comparison with one prefix added to the names, or removed from them.
 
     The result is None if no prefix makes most names fit.
 
@@ -192,7 +194,7 @@ def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
 
 
 def _prefixes(names: Iterable[str], least: int) -> list[str]:
-    """List prefixes of a few parts, without layer numbers, of more than half of ``least`` names."""
+    """List prefixes of a few parts, without layer numbers, that more than half of ``least`` names have."""
     counted = Counter(
         "".join(f"{part}." for part in parts[:depth])
         for parts in (name.split(".") for name in names)

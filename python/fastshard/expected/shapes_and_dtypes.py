@@ -14,9 +14,9 @@ from .reference_names import unequal
 
 __all__ = ["dtypes", "shapes", "total_bytes"]
 
-#: Bytes of the dtypes that a checkpoint may have instead of the reference's.
+#: Possible size ratios between a checkpoint's and the reference's dtype.
 _RATIOS = {2.0, 4.0, 0.5, 0.25}
-#: What trainers pad a vocabulary to a multiple of. source: Megatron-LM, gpt-neox
+#: The number to a multiple of which trainers pad a vocabulary. source: Megatron-LM, gpt-neox
 #: (make_vocab_size_divisible_by)
 _PADDED = 64
 
@@ -39,12 +39,12 @@ class _Differing:
         return apart[0] if len(apart) == 1 else None
 
     def has(self, own: int | None, theirs: int | None) -> bool:
-        """Return True if only one dimension differs and has these two extents."""
+        """Return True if exactly one dimension differs and has these two sizes."""
         return self.at is not None and (self.got[self.at], self.expected[self.at]) == (own, theirs)
 
 
 def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
-    """Report different shapes, and note those that the checkpoint's vocabulary explains."""
+    """Report different shapes; those that the checkpoint's vocabulary explains become notes."""
     own, theirs = (number(config, "vocab_size") for config in (compared.own, compared.theirs))
     differing = [
         _Differing(stored, got, expected)
@@ -99,7 +99,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
 
 
 def _rows(compared: Comparison, rows: int) -> list[str]:
-    """List stored names of tensors with a row for each word that have this number of rows."""
+    """List stored names of tensors that have a row for each token and this number of rows."""
     names = {n for n in compared.there if WORDS.search(n) and rows in (compared.expected[n] or [])}
     return [
         s
@@ -154,7 +154,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
 
 
 def _help_with_rows(rows: int, is_padding: bool) -> str:
-    """Return advice about more rows than the reference has."""
+    """Return advice for a tensor with more rows than the reference's."""
     if is_padding:
         return "cut the rows beyond, which are padding, or pass a reference with the same vocabulary"
     return (
@@ -240,7 +240,7 @@ def _kind(dtype: str) -> str:
 
 
 def total_bytes(compared: Comparison) -> list[Finding]:
-    """Report a total of bytes of all tensors that differs from the index."""
+    """Report a total tensor size that differs from the index."""
     total = compared.reference.total
     if total is None:
         return []

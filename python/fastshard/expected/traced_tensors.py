@@ -1,4 +1,4 @@
-"""Tracing of tensors through views and copies: the tensors in memory that make up each one on disk.
+"""Tracing of tensors through views and copies, to find the tensors in memory that make up each one on disk.
 
 This module is part of the program of :mod:`transformers_worker`, so it imports nothing of fastshard. Tensors
 are on the ``meta`` device: they have no values to move, and the trace follows each operation by its
@@ -6,8 +6,8 @@ arguments. A result has no parts if its operation does more than move elements.
 
 A part is a box of the result, with the place of its elements in one tensor in memory: the name, the first
 element, the first index of the box in each dimension of the result, and the digits of each dimension. A digit
-is a pair of an extent and a stride in memory, in elements; a dimension runs through its digits, the outermost
-first.
+is a pair of an extent and a stride in memory, in elements; a dimension iterates over its digits, the
+outermost first.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Tiling(NamedTuple):
 
 
 class Untraceable(Exception):
-    """Raised if the operation computes values, or cuts a tensor in a way that parts cannot express."""
+    """Raised if an operation computes values, or divides a tensor in a way that parts cannot express."""
 
 
 def count(digits: Digits) -> int:
-    """Return the number of indices that digits run through."""
+    """Return the number of indices that digits iterate over."""
     n = 1
     for extent, _ in digits:
         n *= extent
@@ -52,7 +52,7 @@ def count(digits: Digits) -> int:
 
 
 def joined(digits: Digits) -> Digits:
-    """Merge neighbouring digits that form one."""
+    """Merge adjacent digits that form one."""
     found: Digits = []
     for extent, stride in digits:
         if found and found[-1][1] == extent * stride:
@@ -73,7 +73,8 @@ def whole(name: str, shape: list[int]) -> Tiling:
 
 
 def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
-    """Return the first element and the digits of the indices from ``low`` to below ``high``."""
+    """Return the first element and the digits of the indices from ``low`` up to, but not including,
+    ``high``."""
     if low == 0 and high == count(digits):
         return 0, digits
     (_, stride), inner = digits[0], digits[1:]
@@ -88,7 +89,7 @@ def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
 
 
 def sliced(tiling: Tiling, dim: int, low: int, high: int) -> Tiling:
-    """Return the tiling of the indices from ``low`` to below ``high`` of one dimension."""
+    """Return the tiling of the indices from ``low`` up to, but not including, ``high`` of one dimension."""
     parts = []
     for part in tiling.parts:
         first = part.start[dim]
@@ -165,7 +166,7 @@ def argument(args: tuple[Any, ...], at: int, default: Any) -> Any:
 
 
 def every(tiling: Tiling, args: tuple[Any, ...]) -> Tiling:
-    """Return the tiling that ``aten::slice`` selects: a range, or each n-th index."""
+    """Return the tiling that ``aten::slice`` selects: a range, or every n-th index."""
     dim = argument(args, 1, 0) % len(tiling.shape)
     n = tiling.shape[dim]
     low, high, step = argument(args, 2, 0), argument(args, 3, n), argument(args, 4, 1)
@@ -180,10 +181,10 @@ def every(tiling: Tiling, args: tuple[Any, ...]) -> Tiling:
 
 
 class Trace:
-    """A context that traces named tensors through its operations."""
+    """A context that traces named tensors through operations."""
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:
-        #: Each tensor is held, so that none that is followed has the id of another.
+        #: References to all tensors, so that the id of a traced tensor is not reused.
         self._tensors: dict[int, tuple[torch.Tensor, Tiling | None]] = {
             id(tensor): (tensor, whole(name, list(tensor.shape))) for name, tensor in named.items()
         }

@@ -1,5 +1,5 @@
-"""The process that asks transformers: its own folder, environment and limits; `transformers_worker` is its
-program."""
+"""The process that queries transformers, with its own folder, environment and limits; `transformers_worker`
+is its program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 __all__ = ["answer_of"]
 
 _WORKER = Path(__file__).with_name("transformers_worker.py")
-#: The limit by the clock, in multiples of the limit on processor time.
+#: The limit on elapsed time, in multiples of the limit on CPU time.
 PATIENCE = 10
-#: A longer limit in seconds, infinity among them, is none.
+#: Longer limits in seconds, including infinity, mean no limit.
 _LONGEST = 1e6
-#: What the worker has of the environment: where programs and libraries lie, and the language.
+#: Environment variables for the worker: paths of programs and libraries, and the language.
 _ENVIRONMENT = (
     "PATH",
     "LANG",
@@ -42,8 +42,8 @@ def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str
     Args:
         question: the cleaned config and the class; with ``stored``, the worker checks a load of these
             tensors.
-        timeout: limit in seconds of processor time. By the clock it is ``PATIENCE`` times as long: a machine
-            with other work, or a slow disk, is no fault of the model.
+        timeout: limit on CPU time in seconds. The limit on elapsed time is ``PATIENCE`` times as long,
+            because the machine may be busy or its disk slow.
         memory: limit in bytes on the worker's private memory.
     """
     if not sys.executable:
@@ -103,7 +103,7 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
 
 
 def _packages() -> list[str]:
-    """List the worker's package folders: those of this process, except folders that anybody may write to."""
+    """List the worker's package folders: those of this process, except world-writable ones."""
     here = Path.cwd().resolve()
     own = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "platstdlib")}
     found = []
@@ -117,7 +117,7 @@ def _packages() -> list[str]:
 
 
 def _environment(own: Path) -> dict[str, str]:
-    """Return the worker's environment: no secrets, network or device, and a temporary folder."""
+    """Return the worker's environment: a temporary folder, and no secrets, network or device."""
     kept = {
         name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("LC_")
     }

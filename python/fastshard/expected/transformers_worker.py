@@ -4,11 +4,11 @@ transformers.
     python -I transformers_worker.py ASKED ANSWER
 
 ASKED is a JSON file: `config` (cleaned by the caller), `class` (a name, or null), `path` (the search path for
-packages) and `memory` (bytes). With `stored` (names, dtypes and shapes), the program lists the problems of a
-load of these tensors. With `adapter` (the config of a peft adapter) and `adapter_tensors` (shapes by names),
-it lists what peft saves of the adapter and misses in these. ANSWER is written as JSON: the list, or `error`.
-The model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint can run. The
-program imports nothing of fastshard.
+packages) and `memory` (bytes). With `stored` (names, dtypes and shapes), the program lists the problems of
+loading these tensors. With `adapter` (the config of a peft adapter) and `adapter_tensors` (shapes by name),
+it lists the tensors that peft saves for the adapter, and those that are missing from these. ANSWER is written
+as JSON: the list, or `error`. The model is built on the `meta` device, so no weight takes memory, and no code
+of a checkpoint can run. The program imports nothing of fastshard.
 
 source: transformers 5.24 modeling_utils.py (save_pretrained, _from_config), core_model_loading.py
     (revert_weight_conversion)
@@ -30,11 +30,11 @@ from typing import Any
 
 
 class Unknown(Exception):
-    """Raised if no class of this transformers version fits the config."""
+    """Raised if this version of transformers has no class for the config."""
 
 
 def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
-    """Stop any access to the network."""
+    """Block any access to the network."""
     if event in (
         "socket.connect",
         "socket.getaddrinfo",
@@ -60,7 +60,7 @@ def on_meta() -> Iterator[None]:
 
 
 def decoded(value: Any) -> Any:
-    """Decode numbers that JSON lacks, as transformers encodes them in a config."""
+    """Decode numbers that JSON lacks, in transformers' encoding for configs."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -81,7 +81,7 @@ def config_of(question: dict[str, Any]) -> Any:
 
 
 def class_of(config: Any, name: str | None) -> Any:
-    """Return the class that wrote the checkpoint: the one in its config, or that of its model_type."""
+    """Return the class that wrote the checkpoint: the class in its config, or the one for its model_type."""
     import transformers
 
     if name is not None:
@@ -97,7 +97,7 @@ def class_of(config: Any, name: str | None) -> Any:
 
 
 def tied(model: Any) -> list[list[str]]:
-    """List names of the same tensor, by identity."""
+    """List groups of names that share a tensor, by identity."""
     names: dict[int, list[str]] = {}
     for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in kind:
@@ -106,7 +106,7 @@ def tied(model: Any) -> list[list[str]]:
 
 
 def spelled(names: list[str], words: Any) -> set[str]:
-    """Return the names that a class keeps in float32, whatever its dtype."""
+    """Return the names of tensors that a class keeps in float32, whatever its dtype."""
     keys = [re.escape(word) for word in words or ()]
     pattern = re.compile("|".join(rf"(?:^|\.){key}(?:\.|$)" for key in keys)) if keys else None
     return {name for name in names if pattern is not None and pattern.search(name)}
@@ -127,9 +127,9 @@ def tracer() -> Any:
 
 
 def on_disk(model: Any, state: dict[str, Any], kept: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors as save_pretrained writes them, and the parts of those that are not unchanged.
+    """Return the tensors that save_pretrained writes, and the parts of those that it changes.
 
-    Of tied tensors it writes those in ``kept``; the parts of the others are in the result too.
+    It writes the tied tensors in ``kept``; the result has the parts of the others too.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -201,7 +201,7 @@ def loading(question: dict[str, Any]) -> dict[str, Any]:
 
     The check reads no values.
 
-    from_pretrained reads more spellings than it writes: those of earlier versions and of other vendors.
+    from_pretrained reads more spellings than it writes, such as those of earlier versions and other vendors.
     """
     import torch
 
@@ -237,7 +237,8 @@ def loading(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_adapter(question: dict[str, Any]) -> dict[str, Any]:
-    """List what peft saves for an adapter, and what it lacks in tensors of these names and shapes."""
+    """List the tensors that peft saves for an adapter, and those that are missing among these names and
+    shapes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -280,7 +281,7 @@ def answer_to(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(question_file: str, answer: str) -> int:
-    """Write the answer; return 0 if it is a list."""
+    """Write the answer; return 0 on success."""
     sys.addaudithook(refuse_network)
     # It does not outlive whoever asks. source: prctl(2), PR_SET_PDEATHSIG
     with contextlib.suppress(OSError, AttributeError):
