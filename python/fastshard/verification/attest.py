@@ -20,9 +20,9 @@ from .verify import verify as verify_checkpoint
 
 __all__ = ["PREDICATE", "STATEMENT_NAME", "attest"]
 
-#: Name of the statement beside what it is about.
+#: Name of the statement, in the folder that it describes.
 STATEMENT_NAME = "fastshard.intoto.json"
-#: What the statement says of its subjects. See FORMAT.md.
+#: Type of the statement's predicate about its subjects. See FORMAT.md.
 PREDICATE = "https://github.com/fastshard/fastshard/attestation/v1"
 _STATEMENT = "https://in-toto.io/Statement/v1"
 #: Bytes read at a time.
@@ -41,10 +41,10 @@ def attest(
 ) -> dict[str, Any]:
     """Makes an in-toto statement (v1) about a result and its manifest, and writes it.
 
-    Its subjects are the files with their SHA-256, which is also their id in Git LFS and on Hugging Face's
-    hub, and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which is the same in other
-    containers and shardings. The statement is not signed: sign it, or the folder (``model_signing sign``),
-    with your own key.
+    Its subjects are the files with their SHA-256, which is also their id in Git LFS and on the Hugging Face
+    Hub, and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which does not depend on
+    container or sharding. The statement is not signed: sign it, or the folder (``model_signing sign``), with
+    your own key.
 
     Args:
         path: a result of fastshard, or a folder with the manifest of :func:`fastshard.manifest`.
@@ -138,7 +138,7 @@ def _target(root: Path, out: StrPath | None) -> Path:
 
 
 def _is_statement(path: Path) -> bool:
-    """Return True for a statement of this kind; a text that mentions one is not a statement."""
+    """Return True for a statement of this type; a text that only mentions the type is not a statement."""
     found = json_text.object_in(safe_files.read_bytes(path, 1 << 30, code=codes.OUT_EXISTS))
     return found.get("_type") == _STATEMENT and found.get("predicateType") == PREDICATE
 

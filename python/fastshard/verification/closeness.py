@@ -1,4 +1,4 @@
-"""Distance between two tensors of one shape, in bounded memory, and whether it is within a tolerance."""
+"""Distance between two tensors of the same shape, in bounded memory, and its comparison with a tolerance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tolerance:
 
     atol: float = 0.0
     rtol: float = 0.0
-    #: True if another dtype is no difference: values are compared.
+    #: True to ignore differences in dtype and compare only values.
     ignore_dtype: bool = False
 
     def __post_init__(self) -> None:
@@ -37,18 +37,18 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of two tensors. For complex numbers it is the distance of the two numbers."""
+    """The distance between two tensors. Complex numbers are compared as single numbers, not as pairs."""
 
-    #: Elements that differ, and those that lie farther apart than is tolerated.
+    #: Number of elements that differ, and of those that differ by more than the tolerance.
     differing: int
     beyond: int
     #: Largest ``|a - b|``, and mean and standard deviation of ``a - b`` over finite elements.
     largest: float
     mean: float
     std: float
-    #: ``|a - b| / |a|`` of the whole tensors, by their Euclidean norms; None where that is no number.
+    #: ``|a - b| / |a|`` of the full tensors, in Euclidean norms; None if it is undefined.
     relative: float | None
-    #: Cosine of the angle between the two; None where that is no number.
+    #: Cosine of the angle between the two tensors; None if it is undefined.
     cosine: float | None
 
 
@@ -98,7 +98,7 @@ def _wide(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]
 def _apart(
     a: NDArray[Any], b: NDArray[Any], p: NDArray[Any], q: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return where two arrays of numbers differ, and by how much.
+    """Return the positions at which two arrays differ, and the differences.
 
     Integers are compared exactly, complex numbers by their distance; ``p`` and ``q`` are both in the widest
     type.

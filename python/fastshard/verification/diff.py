@@ -33,7 +33,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor in which two checkpoints differ.
+    """A difference in one tensor between two checkpoints.
 
     ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for the last two.
     Statistics are available if both sides have the tensor.
@@ -47,23 +47,23 @@ class Difference:
     largest: float = 0.0
     mean: float = 0.0
     std: float = 0.0
-    #: Elements that lie farther apart than is tolerated.
+    #: Number of elements that differ by more than the tolerance.
     beyond: int = 0
-    #: ``|a - b| / |a|`` of the whole tensors, and the cosine of their angle; None where that is no number.
+    #: ``|a - b| / |a|`` of the full tensors, and the cosine of their angle; None if undefined.
     relative: float | None = None
     cosine: float | None = None
     a_stats: TensorStats | None = None
     b_stats: TensorStats | None = None
 
     def is_within(self, tolerance: Tolerance) -> bool:
-        """Says whether all elements are within the tolerance, if one was given."""
+        """Returns True if all elements are within the tolerance, if one was given."""
         if self.kind == "dtype":
             return tolerance.ignore_dtype and not self.beyond
         return self.kind == "values" and bool(tolerance.atol or tolerance.rtol) and not self.beyond
 
     @property
     def zeros(self) -> str:
-        """The ranges that are zero on one side only, in words."""
+        """A description of the ranges that are zero on one side only."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def not_numbers(self) -> str:
-        """The sides that contain NaN or infinite values that the other lacks, in words."""
+        """A description of the sides with NaN or infinite values that the other side lacks."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         told = []
@@ -123,7 +123,7 @@ class Difference:
 
 
 class Differences(list[Difference]):
-    """Differences by the tensors' names: a list that a notebook shows as a table."""
+    """The differing tensors, as a list that a notebook shows as a table."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Differences(list[Difference]):
         super().__init__(differences)
         #: Tensors whose bytes differ within the tolerance.
         self.close = list(close)
-        #: How many tensors there are, of both checkpoints together.
+        #: Number of tensors in both checkpoints together.
         self.compared = compared
         #: Warnings and notes about the two checkpoints.
         self.findings = list(dict.fromkeys(findings))
@@ -186,10 +186,10 @@ def diff(
 ) -> Differences:
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
-    Names are the sources' own if both have names in common; otherwise both use their Hugging Face layout.
-    They do so too if each has names that the other lacks, and fewer names differ in that layout: experts in
-    one tensor and experts apart are the same. The function compares hashes first, and reads only different
-    tensors again, for the figures and for the statistics of both sides.
+    Tensors are compared under the sources' own names if these have names in common; otherwise both use their
+    Hugging Face layout. They also use it if each has names that the other lacks and fewer names differ in
+    that layout, e.g. if one side stores experts in one tensor and the other separately. The function compares
+    hashes first. It reads only differing tensors again, for the figures and statistics of both sides.
 
     Args:
         a: an opened checkpoint, a path, or several node-local paths.
@@ -248,9 +248,9 @@ def diff(
 
 
 def _find_one_form(sides: tuple[Checkpoint, Checkpoint], differing: int) -> list[Plan] | None:
-    """Plan two checkpoints in their Hugging Face layout, in which experts apart are experts in one tensor.
+    """Plan two checkpoints in their Hugging Face layout, in which separate and fused experts are the same.
 
-    Return None if one of them has no such layout or is incomplete in it, or if no fewer names differ.
+    Return None if one of them does not have this layout or is incomplete in it, or if as many names differ.
     """
     try:
         plans = [make_plan(side.opened, Request("hf")) for side in sides]

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FileSearch", "MissingFile", "find"]
 
-#: Rejected candidates, and files without a copy, that messages name at most.
+#: Maximum number of rejected candidates, and of files without a copy, in messages.
 _MOST_NAMED = 4
-#: The number of a layer in the name of a file that holds one layer.
+#: The layer number in the name of a file with a single layer.
 _LAYER = compile_when_used(r"(?<=layer_)\d+")
 #: Evidence that a candidate is the missing file.
 _BY_HASH = "its hash matches the manifest"
@@ -54,11 +54,11 @@ class MissingFile:
     path: str
     #: Path of the file that was found; None if it was not.
     found: str | None = None
-    #: Evidence that what was found is this file.
+    #: Evidence that the file that was found is the missing one.
     evidence: str | None = None
     #: A shell command that copies the file to its place; None if it was not found.
     command: str | None = None
-    #: Files with its name and different content, of which any may be the missing one.
+    #: Files with this name but different contents, any of which may be the missing one.
     candidates: tuple[str, ...] = ()
     #: Why there is no command.
     reason: str | None = None
@@ -69,17 +69,17 @@ class FileSearch:
     """The missing files of a checkpoint, and the place where each was found."""
 
     files: tuple[MissingFile, ...]
-    #: Errors for what is missing and was not found, and warnings about folders that cannot be read.
+    #: Errors for missing files that were not found, and warnings about unreadable folders.
     findings: tuple[Finding, ...]
 
     @property
     def commands(self) -> list[str]:
-        """Shell commands that copy the files that were found to their places."""
+        """Shell commands that copy the found files to their destinations."""
         return [file.command for file in self.files if file.command is not None]
 
     @property
     def complete(self) -> bool:
-        """True if everything that is missing was found."""
+        """True if all missing files were found."""
         return not any(finding.severity == "error" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,15 +98,15 @@ def find(
 ) -> FileSearch:
     """Searches for a checkpoint's missing files in other folders, and gives commands that copy them.
 
-    The function copies nothing. It looks for the files that the headers show to be missing, as
-    :func:`fastshard.inspect` lists them. A file is found if its hash is that in a manifest. Without a hash,
-    its name, the folders below the step's and the name of the step must fit, because files of other ranks and
-    of other steps often have the same name. If several files with different content fit, none is chosen.
+    The function copies nothing. It searches for the files that are missing according to the headers, as
+    :func:`fastshard.inspect` lists them. A file is accepted if its hash matches a manifest. Without a hash,
+    its name, the folders below the step folder and the step's name must match, because files of other ranks
+    and steps often have the same name. If several files with different contents match, none is chosen.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths; a file goes to the first path.
         within: folders to search, with all folders below them. Links to folders are not followed.
-        expect: a manifest with the sizes and hashes of the files; default the one beside the checkpoint.
+        expect: a manifest with the sizes and hashes of the files; default the one next to the checkpoint.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
@@ -139,7 +139,7 @@ def _read_findings(
     A checkpoint that cannot be opened because files are missing has findings too.
 
     Raises:
-        FastshardError: if no missing file is the reason why it cannot be opened.
+        FastshardError: if it cannot be opened for a reason other than missing files.
     """
     try:
         checkpoint = as_checkpoint(source, **opening)
@@ -157,7 +157,7 @@ def _read_findings(
 
 
 def _list_missing(findings: Iterable[Finding], roots: Sequence[Path]) -> tuple[list[str], list[Finding]]:
-    """List the names of missing files, and the errors about other things that are missing."""
+    """List the names of missing files, and the errors about anything else that is missing."""
     names: dict[str, None] = {}
     others: list[Finding] = []
     for finding in findings:
@@ -176,7 +176,7 @@ def _list_missing(findings: Iterable[Finding], roots: Sequence[Path]) -> tuple[l
 
 
 def _list_layer_files(finding: Finding, roots: Sequence[Path]) -> Iterator[str]:
-    """List the files of missing layers: another layer's files, with the number of each missing layer."""
+    """List the files of missing layers, by replacing the number in another layer's file names."""
     assert finding.file is not None
     yield finding.file
     folder, _, name = finding.file.rpartition("/")
@@ -225,7 +225,7 @@ def _list_candidates(
 
 
 class _Candidates:
-    """The reading of candidates: hashes of the manifest's kinds, and headers."""
+    """A reader of candidate files: their hashes, of the kinds that the manifest has, and their headers."""
 
     def __init__(self, memory: str | int | None, threads: int | None) -> None:
         self._memory, self._threads = memory, threads
@@ -247,10 +247,10 @@ class _Candidates:
         return hashes == [str(entry["identity"])] and not is_damaged
 
     def check_header(self, path: Path) -> None:
-        """Read the header of a file of tensors that can be read alone.
+        """Read the header of a tensor file that can be read independently.
 
         Raises:
-            FastshardError: if it cannot be read: the file is cut off, or is another kind of file.
+            FastshardError: if it cannot be read: the file is truncated, or is of another kind.
         """
         if not path.name.endswith(READABLE_ALONE):
             return
@@ -277,7 +277,7 @@ class _Candidates:
 def _locate(
     name: str, roots: Sequence[Path], entry: Mapping[str, Any], candidates: Iterable[Path], run: _Candidates
 ) -> MissingFile:
-    """Choose the candidate that is a missing file, and make the command that copies it."""
+    """Choose the candidate that matches a missing file, and make the command that copies it."""
     root = next((root for root in roots if (root / name).parent.is_dir()), roots[0])
     path = Path(os.path.abspath(root / name))  # noqa: PTH100 - links stay
     place = MissingFile(name, os.fspath(path))
@@ -309,7 +309,7 @@ def _locate(
 def _check(
     candidate: Path, name: str, path: Path, entry: Mapping[str, Any], run: _Candidates
 ) -> tuple[str | None, bool]:
-    """Return why a candidate is not the missing file, and whether its hash proves that it is."""
+    """Return the reason why a candidate is not the missing file, and whether its hash proves that it is."""
     size = candidate.stat().st_size
     if entry.get("size") not in (None, size):
         return f"{size} bytes instead of {entry['size']}", False
@@ -324,9 +324,9 @@ def _check(
 
 
 def _misfit(candidate: Path, name: str, path: Path) -> str | None:
-    """Return why the folders of a candidate say that it is another file, or say too little; None if they fit.
+    """Return why a candidate's folders show that it is another file, or prove too little; None if they match.
 
-    The step and everything below it must be the same. Without a step, the complete path must be the same.
+    The step and the path below it must be the same. Without a step, the complete path must be the same.
     """
     step, below = _split_at_step(path)
     other, _ = _split_at_step(candidate)
@@ -342,14 +342,14 @@ def _misfit(candidate: Path, name: str, path: Path) -> str | None:
 
 
 def _split_at_step(path: Path) -> tuple[str | None, tuple[str, ...]]:
-    """Return the last folder on a path that is named like a step, and the parts below it."""
+    """Return the last folder in a path with a step's name, and the parts below it."""
     parts = path.parts
     at = next((at for at in reversed(range(len(parts) - 1)) if is_step(parts[at])), None)
     return (None, parts) if at is None else (parts[at], parts[at + 1 :])
 
 
 def _refuse_place(name: str, path: Path, root: Path) -> str | None:
-    """Return why no command may write a missing file; None if its name and its folders stay in the root."""
+    """Return why no command may write a missing file; None if its name and folders stay within the root."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or not pure.name:
         return "its name points outside the checkpoint"
@@ -364,7 +364,7 @@ def _refuse_place(name: str, path: Path, root: Path) -> str | None:
 
 
 def _bring(place: MissingFile, source: Path, evidence: str) -> MissingFile:
-    """Make the command that copies a file to its place."""
+    """Make the command that copies a file to its destination."""
     folder = Path(place.path).parent
     if is_stored(folder):
         address = show_text(place.path)

@@ -1,4 +1,4 @@
-"""Following of a run: each new step is judged when it is saved, and compared with the step before."""
+"""Following a run: each new step is checked when it is saved, and compared with the previous step."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ __all__ = ["FollowedStep", "RunFollower", "run_command"]
 
 #: Seconds for which files must not change before a step counts as saved.
 REST = 60.0
-#: Factor by which the norm of a tensor changes between two steps without a word.
+#: Factor by which the norm of a tensor may change between two steps without a note.
 _MOST_FACTOR = 10.0
-#: Tensors that messages name at most.
+#: Maximum number of tensors in messages.
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
 class FollowedStep:
-    """A new step of a run, its verdict, and how it differs from the complete step before it."""
+    """A new step of a run, its verdict, and its differences from the previous complete step."""
 
     step: RunStep
-    #: Name of the step that it was compared with; None if there is none.
+    #: Name of the step with which it was compared; None if there is none.
     previous: str | None = None
-    #: Errors in comparison with that step: tensors that are missing or have another shape or dtype.
+    #: Errors from the comparison with that step: tensors that are missing or have another shape or dtype.
     findings: tuple[Finding, ...] = ()
-    #: Other differences, in words.
+    #: Descriptions of other differences.
     notes: tuple[str, ...] = ()
 
     @property
@@ -96,7 +96,7 @@ class _Tensor:
 
 @dataclass
 class _Pending:
-    """A step that may still be written: its files, and the time since which they are unchanged."""
+    """A step that may still be changing: its files, and the time since which they are unchanged."""
 
     states: FileStates
     since: float
@@ -108,20 +108,21 @@ _Mark = tuple[int, int, int]
 
 @dataclass
 class _Known:
-    """Steps that were judged: their files, and the tensors of the last complete one."""
+    """Steps that were checked: their files, and the tensors of the last complete one."""
 
     complete: dict[str, FileStates] = field(default_factory=dict)
-    #: Marks of the folders of complete steps: their files are only listed again if one has changed.
+    #: Marks of the folders of complete steps; their files are listed again only if a mark has changed.
     marks: dict[str, _Mark] = field(default_factory=dict)
     failed: dict[str, FileStates] = field(default_factory=dict)
     tensors: dict[str, dict[str, _Tensor]] = field(default_factory=dict)
 
 
 class RunFollower:
-    """The new steps of a run, in rounds: :meth:`follow_once` judges those whose save is complete.
+    """Follows a run in rounds: :meth:`follow_once` checks new steps whose save is complete.
 
     A save is complete when a tracker file names the step, or when its files did not change for ``rest``
-    seconds. Steps that are complete when following begins are not judged; later steps are compared with them.
+    seconds. Steps that are complete when following begins are not checked; later steps are compared with
+    them.
     """
 
     def __init__(
@@ -152,10 +153,11 @@ class RunFollower:
                     self._known.complete[step.name] = read_file_states(Path(step.path))
 
     def follow_once(self) -> list[FollowedStep]:
-        """Judge the steps whose save was completed since the last round, oldest first.
+        """Check the steps whose save was completed since the last round, oldest first.
 
-        A step is judged again if its files change and then rest again, because it was saved anew. Its folder
-        shows the change of a complete step: a file or a folder in it was added, removed or replaced.
+        A step is checked again if its files change and then stop changing, because it was saved again. A
+        change of a complete step is detected by its folder: a file or a folder in it was added, removed or
+        replaced.
         """
         folder = self._find_folder()
         if folder is None:
@@ -171,7 +173,7 @@ class RunFollower:
         return followed
 
     def _find_folder(self) -> Path | None:
-        """Return the folder with the steps; None as long as there is no step.
+        """Return the folder with the steps; None while there are no steps.
 
         Raises:
             FastshardError: as :func:`find_steps_folder`, for all other reasons.
@@ -184,7 +186,7 @@ class RunFollower:
             raise
 
     def _is_complete(self, path: Path) -> bool:
-        """Return True for a step that was complete when it was judged, and is the same since."""
+        """Return True for a step that was complete when it was checked and has not changed since."""
         known, name = self._known, path.name
         if name not in known.complete:
             return False
@@ -199,7 +201,7 @@ class RunFollower:
         return False
 
     def _is_saved(self, path: Path, is_named: bool) -> bool:
-        """Return True if the files of a step will not change any more, as far as can be known."""
+        """Return True if the files of a step are not expected to change any more."""
         states = read_file_states(path)
         if not states or plain(path.name) != path.name or self._known.failed.get(path.name) == states:
             return False
@@ -209,7 +211,7 @@ class RunFollower:
         return is_named or self._clock() - pending.since >= self._rest
 
     def _judge(self, folder: Path, name: str, names: list[str]) -> FollowedStep | None:
-        """Judge a step; None if its files change while it is read: a later round judges it."""
+        """Check a step; return None if its files change during reading, so that a later round checks it."""
         states, mark = self._pending[name].states, _mark(folder / name)
         step = judge_step(
             folder / name, verify=self._verify, state=self._state, memory=self._memory, **self._opening
@@ -249,7 +251,7 @@ class RunFollower:
         )
 
     def _read_tensors(self, path: Path) -> dict[str, _Tensor]:
-        """Read names, dtypes and shapes, and with ``verify`` all values, each once.
+        """Read names, dtypes and shapes, and with ``verify`` also all values, each once.
 
         Raises:
             FastshardError: if the step cannot be read.
@@ -287,7 +289,7 @@ def _with_values(tensor: _Tensor, hash: str | None, stats: dict[str, Any]) -> _T
 
 
 def _find_errors(tensors: dict[str, _Tensor], earlier: dict[str, _Tensor], before: str) -> Iterator[Finding]:
-    """Compare names, shapes and dtypes with those of the step before."""
+    """Compare names, shapes and dtypes with the previous step."""
     help = "check what changed in the run; compare the steps with `fastshard diff`"
     missing = [name for name in earlier if name not in tensors]
     if missing:
@@ -324,7 +326,7 @@ def _find_errors(tensors: dict[str, _Tensor], earlier: dict[str, _Tensor], befor
 
 
 def _describe_differences(tensors: dict[str, _Tensor], earlier: dict[str, _Tensor]) -> Iterator[str]:
-    """Describe new tensors, and those whose values are not finite, did not change, or changed too much."""
+    """Describe new tensors, and tensors whose values are not finite, did not change, or changed too much."""
     new = [name for name in tensors if name not in earlier]
     if new:
         yield f"new: {some(new, _MOST_NAMED)}"

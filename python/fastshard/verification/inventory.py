@@ -41,7 +41,7 @@ def manifest(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Manifest:
-    """Records hashes of a checkpoint, so that later damage is found.
+    """Records hashes of a checkpoint, so that later damage can be detected.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.

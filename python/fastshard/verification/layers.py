@@ -1,4 +1,4 @@
-"""Comparison of the outputs of two models' layers on the same input: the place where they begin to differ."""
+"""Comparison of layer outputs of two models on the same input, to find where they begin to differ."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 __all__ = ["ComparedUnit", "LayerComparison", "layers"]
 
-#: Relative difference of a layer's outputs that another implementation may have, by the dtype that computes.
-#: Measured: bfloat16 against float32 2e-3 to 5e-3 a layer; damage 2e-2 and more.
+#: Allowed relative difference of a layer's outputs between implementations, by the dtype of the computation.
+#: Measured: 2e-3 to 5e-3 per layer for bfloat16 against float32; 2e-2 and more for damage.
 _NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2, "float64": 1e-8}
-#: A unit stands out if it differs this many times more than the median of the layers.
+#: A unit stands out if its difference exceeds the median of the layers by this factor.
 _TIMES = 5.0
-#: What to do where all layers differ.
+#: Advice if all layers differ.
 _SETTING = "look for a wrong setting in the config, or for one wrong tensor in each layer"
-#: Keys of a config that say nothing of what a model computes.
+#: Keys of a config that do not affect what a model computes.
 _ASIDE = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 LENGTH, MOST = 128, 256
 
 
 @dataclass(frozen=True)
 class ComparedUnit:
-    """A unit of both models, on the same input."""
+    """A unit that both models have, compared on the same input."""
 
     #: ``layers.N``, ``input_embedding``, ``head``, ``logits``, or the path of another module.
     name: str
-    #: Norm of the difference of the outputs over the norm of A's, for each token; the root of the mean square
-    #: over all tokens.
+    #: Norm of the difference of the outputs divided by the norm of A's output, computed per token; the root
+    #: mean square over all tokens.
     relative: float
-    #: The largest of a token.
+    #: The largest value of any token.
     largest: float
     #: True if the difference is more than rounding.
     differs: bool
@@ -59,21 +59,22 @@ class ComparedUnit:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """The units of two models on the same inputs: each unit of B is given what A's unit was given.
+    """The units of two models on the same inputs: each unit of B receives the input of A's unit.
 
-    So a damaged unit differs, and the units after it do not.
+    So a damaged unit differs, but the units after it do not.
     """
 
     a: str
     b: str
     units: tuple[ComparedUnit, ...]
-    #: The relative difference up to which a unit counts as equal; 0 if equal models are equal bit for bit.
+    #: The relative difference up to which a unit counts as equal; 0 if equal models give bit-identical
+    #: outputs.
     tolerance: float
     #: Values of a config that differ, by key: A's and B's. Empty if A is a record.
     config: dict[str, tuple[Any, Any]]
     #: Number of tokens that were compared.
     tokens: int
-    #: True if A is what a trainer recorded.
+    #: True if A is a trainer's record.
     is_record: bool
     findings: tuple[Finding, ...]
     #: What this run did not check, a line each.
@@ -126,21 +127,21 @@ def layers(
 ) -> LayerComparison:
     """Compares the outputs of each layer of two models on the same input, from their checkpoints' shards.
 
-    Each unit of B is given what the same unit of A was given, so that exactly the damaged ones differ. Two
-    models of one class and one dtype are equal bit for bit where nothing differs. If both checkpoints have
-    the same names, :func:`fastshard.diff` compares their tensors and is cheaper; outputs also show what no
-    tensor shows: a setting of the config.
+    Each unit of B receives the input of the same unit of A, so that exactly the damaged units differ.
+    Undamaged units of two models with the same class and dtype have bit-identical outputs. If both
+    checkpoints have the same names, :func:`fastshard.diff` compares their tensors at a lower cost; outputs
+    also show differences outside the tensors, such as a config setting.
 
     Args:
-        a: the model that is right: a checkpoint, a view, or a file of :func:`fastshard.integrations.record`,
-            in which a trainer wrote its outputs.
-        b: the other one: a checkpoint or a view.
+        a: the known-good model: a checkpoint, a view, or a file that a trainer wrote with
+            :func:`fastshard.integrations.record`.
+        b: the other model: a checkpoint or a view.
         text: as for :func:`fastshard.loss`; the tokenizer is A's.
         tokens: as for :func:`fastshard.loss`; a record has its own.
-        tolerance: relative difference up to which a unit counts as equal; default: 0 for two models of one
-            class and dtype, otherwise by the dtype.
-        sequence_length: tokens of a sequence, at most.
-        max_tokens: tokens in all, at most. The outputs of all layers on them stay in memory.
+        tolerance: relative difference up to which a unit counts as equal; default: 0 for two models of the
+            same class and dtype, otherwise a value that depends on the dtype.
+        sequence_length: maximum number of tokens in a sequence.
+        max_tokens: maximum total number of tokens. The outputs of all layers for them stay in memory.
         device: the device that computes.
         memory: memory limit of the process; a run that needs more is refused before it starts.
         progress: progress of the weights, as for :func:`fastshard.convert`.
@@ -231,7 +232,7 @@ def _check_fit(right: LayerOutputs, model: LayerwiseModel, b: str) -> None:
 
 
 def _list_unproven(right: LayerOutputs, model: LayerwiseModel) -> list[str]:
-    """List what outputs on some tokens do not prove."""
+    """List what a comparison of outputs on some tokens does not prove."""
     lines = [
         "whether weights that these tokens do not reach are equal: other rows of the embedding, experts "
         "that no token is routed to"
@@ -253,7 +254,7 @@ def _choose_tolerance(right: LayerOutputs, model: LayerwiseModel) -> float:
 def _compare(
     right: LayerOutputs, model: LayerwiseModel, tolerance: float, on_load: Any
 ) -> list[ComparedUnit]:
-    """Run B with A's outputs in the place of its own, and compare each before it is replaced."""
+    """Run B with its outputs replaced by A's, and compare each output before it is replaced."""
     names, seen = Namer(model), {}
 
     def replace_input(unit: Unit, given: torch.Tensor) -> torch.Tensor | None:
@@ -315,13 +316,13 @@ def _measure(theirs: torch.Tensor, own: torch.Tensor) -> tuple[float, float]:
 
 
 def _split(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Divide an output into groups of tokens, since all logits in float32 would take too much memory."""
+    """Divide an output into groups of tokens, because all logits in float32 would take too much memory."""
     groups: tuple[torch.Tensor, ...] = output.flatten(0, -2).split(64)  # type: ignore[no-untyped-call]
     return groups
 
 
 def _diff_configs(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """List the values that differ in two configs, by key; keys of a part begin with its name."""
+    """List the values that differ between two configs, by key; a nested config's keys start with its name."""
     differences: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*a, *b}):
         mine, theirs = a.get(key), b.get(key)

@@ -36,31 +36,31 @@ def loss(
 ) -> Loss:
     """Computes the loss of a causal language model from the shards of its checkpoint, and writes nothing.
 
-    One decoder layer is in memory at a time, so that a model runs even if it does not fit into memory. Each
-    weight is read once. A class of transformers computes; the logits equal those of the converted model.
+    One decoder layer is in memory at a time, so that even a model that does not fit into memory runs. Each
+    weight is read once. A transformers class computes the logits, which equal those of the converted model.
 
     Args:
         paths: as for :func:`fastshard.open`; or a view from ``fastshard.open(..., to="hf")``.
-        text: a text file in UTF-8; default: a page of text in the package. The checkpoint's tokenizer divides
-            it.
+        text: a text file in UTF-8; default: a page of text in the package. The checkpoint's tokenizer
+            tokenizes it.
         tokens: token ids instead of a text: a .json, .npy or .safetensors file, a sequence, an array or a
             tensor, of one dimension or of two (sequences, length).
         expect_loss: the loss that the trainer computed on the same tokens.
-        tolerance: how far the loss may be from ``expect_loss``; default 0.02.
-        sequence_length: tokens of a sequence, at most.
-        max_tokens: tokens in all, at most; all are computed at once.
+        tolerance: maximum difference between the loss and ``expect_loss``; default 0.02.
+        sequence_length: maximum number of tokens in a sequence.
+        max_tokens: maximum total number of tokens; all are computed in one batch.
         device: the device that computes, e.g. ``cuda``.
         memory: memory limit of the process; a run that needs more is refused before it starts.
         progress: progress of the weights, as for :func:`fastshard.convert`.
         options: as for :func:`fastshard.open` with a target.
 
     Returns:
-        The loss. Its findings have an error (``FS318``) for a loss of an untrained model or one that is not a
-        number, and (``FS319``) for one that differs from ``expect_loss``.
+        The loss. Its findings have an error (``FS318``) if the loss is that of an untrained model or is NaN,
+        and (``FS319``) if it differs from ``expect_loss``.
 
     Raises:
         FastshardError: as :func:`fastshard.open`; ``FS514`` for a model that is not a causal language model
-            of the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory is too
+            of the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory limit is too
             small.
         ImportError: without transformers and torch.
     """

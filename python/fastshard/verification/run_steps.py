@@ -1,4 +1,4 @@
-"""Steps of a run: a verdict on each, the tracker files that name one, and the newest complete step."""
+"""Steps of a run: their verdicts, the tracker files that name them, and the newest complete step."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["RunStep", "RunSteps", "judge_step", "steps"]
 
 #: Tracker files by name. source: as in sources/step_trackers.py
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
-#: The step of Megatron-LM that has no number. source: Megatron-LM megatron/training/checkpointing.py
+#: Megatron-LM's name for a step without a number. source: Megatron-LM megatron/training/checkpointing.py
 _RELEASE = "release"
-#: Bytes of a tracker file at most.
+#: Maximum size of a tracker file in bytes.
 _MAX_TRACKER = 4096
-#: Verdicts by exit code, where nothing says that the save did not finish.
+#: Verdicts by exit code, for saves that did finish as far as is known.
 _WORDS = {1: "broken", 2: "unreadable", 3: "incomplete"}
-#: Folders that messages name at most.
+#: Maximum number of folders in messages.
 _MOST_NAMED = 4
 
 #: Advice for a save that did not end.
@@ -50,14 +50,14 @@ class RunStep:
     #: Name of its folder.
     name: str
     path: str
-    #: ``complete``, ``incomplete``, ``broken``, ``unfinished`` (the save did not end) or ``unreadable``.
+    #: ``complete``, ``incomplete``, ``broken``, ``unfinished`` (the save did not finish) or ``unreadable``.
     verdict: str
     #: All findings; files are relative to the step.
     findings: tuple[Finding, ...]
-    #: Number of its files, and their bytes.
+    #: Number of its files, and their total size in bytes.
     files: int
     bytes: int
-    #: When a file of it changed last, in seconds since 1970; None without files.
+    #: Time of the last change to one of its files, in seconds since 1970; None without files.
     changed: float | None
     #: Tracker files that name it.
     trackers: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class RunStep:
 
     @property
     def complete(self) -> bool:
-        """True if nothing is missing or wrong."""
+        """True if it is complete and has no errors."""
         return self.verdict == "complete"
 
     @property
@@ -111,7 +111,7 @@ class RunSteps:
 
     @property
     def newest(self) -> RunStep:
-        """The newest step, in whatever state it is."""
+        """The newest step, whatever its state."""
         return self.steps[-1]
 
     @property
@@ -140,17 +140,16 @@ def steps(
     memory: str | int | None = None,
     **opening: Unpack[OpenOptions],
 ) -> RunSteps:
-    """Lists the steps of a run, and judges each by its headers.
+    """Lists the steps of a run, and checks each by its headers.
 
-    Steps are folders that are named like steps (``checkpoint-500``, ``iter_0000500``, ``global_step500``,
-    ``step-500``, ``500``): in ``run``, or in one folder of it. The function changes nothing.
+    Steps are folders with the name of a step (``checkpoint-500``, ``iter_0000500``, ``global_step500``,
+    ``step-500``, ``500``): in ``run``, or in one of its folders. The function changes nothing.
 
     Args:
         run: folder of a run.
         verify: read all data of each step, as :func:`fastshard.verify` does.
-        state: with ``verify``, a folder outside of the run that keeps a manifest of each verified step. A
-            step whose files did not change since is not read again; one whose files changed is compared with
-            its manifest.
+        state: with ``verify``, a folder outside of the run for manifests of verified steps. A step whose
+            files have not changed since is not read again; otherwise it is compared with its manifest.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
@@ -177,7 +176,7 @@ def judge_step(
     memory: str | int | None = None,
     **opening: Unpack[OpenOptions],
 ) -> RunStep:
-    """Judges one step of a run by its headers.
+    """Checks one step of a run by its headers.
 
     Args:
         path: folder of the step.
@@ -213,7 +212,7 @@ def judge_step(
 
 
 def _open_state(folder: Path, verify: bool, state: StrPath | None) -> VerifiedSteps | None:
-    """Open the folder that keeps manifests of verified steps; None without one.
+    """Open the folder for manifests of verified steps; return None if the option is not given.
 
     Raises:
         FastshardError: ``FS515`` for a folder within the run, or without ``verify``.
@@ -233,7 +232,8 @@ def _read_findings(
     memory: str | int | None,
     opening: OpenOptions,
 ) -> tuple[list[Finding], bool]:
-    """Read a step, and return the findings, and whether all data is verified: now, or unchanged since."""
+    """Read a step; return the findings, and whether all data was verified, now or before an unchanged
+    state."""
     try:
         was_read = verify and verified is not None and verified.is_unchanged(path, states)
         if was_read or not verify:
@@ -269,12 +269,12 @@ def _word(findings: Iterable[Finding]) -> str:
 
 
 def is_other_folder(step: RunStep) -> bool:
-    """Return True for a folder whose name is a number, and that holds no checkpoint: it may be anything."""
+    """Return True for a folder whose name is a number and that contains no checkpoint, so is not a step."""
     return step.name.isdecimal() and any(f.code == codes.NOT_A_CHECKPOINT for f in step.findings)
 
 
 def refresh_trackers(steps: RunSteps) -> RunSteps:
-    """Read the tracker files again; the verdicts on the steps stay."""
+    """Read the tracker files again, and keep the verdicts on the steps."""
     trackers = read_trackers(Path(steps.folder))
     named = match_trackers([step.name for step in steps.steps], trackers)
     refreshed = [
@@ -347,7 +347,7 @@ def _no_steps(folder: Path) -> FastshardError:
 
 
 def find_step_names(folder: Path, trackers: dict[str, str] | None = None) -> list[str]:
-    """List the names of steps in a folder, oldest first; a link to another step is left out.
+    """List the names of steps in a folder, oldest first, without links to other steps.
 
     Raises:
         FastshardError: ``FS514`` for a name that is not UTF-8.
@@ -379,7 +379,7 @@ def read_trackers(folder: Path) -> dict[str, str]:
 
 
 def match_trackers(names: Iterable[str], trackers: dict[str, str]) -> dict[str, str]:
-    """Return the name of the one step that each tracker file names, without those that name none."""
+    """Return the step that each tracker file names; omit files that name no step or several."""
     names = list(names)
     matched = {file: matching(names, step) for file, step in trackers.items()}
     return {file: steps[0] for file, steps in matched.items() if len(steps) == 1}
@@ -388,7 +388,7 @@ def match_trackers(names: Iterable[str], trackers: dict[str, str]) -> dict[str, 
 def _check_trackers(
     steps: Iterable[RunStep], trackers: dict[str, str], named: dict[str, str]
 ) -> Iterable[Finding]:
-    """Warn of tracker files that name no step, or a step that is not complete."""
+    """Warn of tracker files that name no step or an incomplete one."""
     by_name = {step.name: step for step in steps}
     newest = next((step.name for step in reversed(list(steps)) if step.complete), None)
     for file, text in trackers.items():

@@ -1,5 +1,4 @@
-"""Signatures of OpenSSF model-signing, verified by its own library with keys or certificates that are at
-hand."""
+"""OpenSSF model-signing signatures, verified by its own library with local keys or certificates."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from ..common.regex import compile_when_used
 
 __all__ = ["check"]
 
-#: Bytes at most of a signature: it names each file.
+#: Maximum size of a signature in bytes; it names each file.
 _MAX_SIGNATURE = 256 << 20
-#: Characters of a message that are shown.
+#: Maximum number of characters of a message to show.
 _MOST_CHARACTERS = 20_000
-#: Bytes of digests.
+#: Lengths of digests in bytes.
 _LENGTHS = (20, 28, 32, 48, 64)
 
 
 def check(
     folder: Path, signature: Path, public_key: Path | None = None, certificates: Iterable[Path] = ()
 ) -> list[Finding]:
-    """Compare a folder with a signature of it; return no findings if every file is as it was signed.
+    """Compare a folder with its signature; return no findings if every file is as signed.
 
     Args:
         folder: the signed folder.
@@ -97,7 +96,7 @@ def _mismatch(
     public_key: Path | None,
     certificates: Sequence[Path],
 ) -> Finding:
-    """Make the finding that says what does not match: the signature file, the key, the chain, or the files.
+    """Make the finding that names the mismatch: the signature file, the key, the chain, or the files.
 
     Args:
         error: the library's error.
@@ -178,13 +177,13 @@ def _mismatch(
 
 @dataclass(frozen=True)
 class _Signed:
-    """The content of a signature, which only its key proves."""
+    """The content of a signature, which is not verified without its key."""
 
-    #: SHA-256 of the PEM of the signer's public key, in hexadecimal; None where it is not stated.
+    #: SHA-256 of the PEM of the signer's public key, in hexadecimal; None if it is not stated.
     hint: str | None
-    #: True if a key signed, False if a certificate did.
+    #: True for a signature by a key, False for one by a certificate.
     has_key: bool
-    #: Names of the files; empty where parts of files are signed.
+    #: Names of the files; empty if parts of files are signed.
     names: Sequence[str]
 
     @classmethod
@@ -207,7 +206,7 @@ class _Signed:
             return None
 
     def is_of_others(self, folder: Path, found: str) -> bool:
-        """Return True if no file of a folder is as it was signed, by the library's list of differences."""
+        """Return True if, by the library's list of differences, no file of a folder is as signed."""
         if not self.names or not found.startswith("Signature mismatch"):
             return False
         kept = sum(os.path.lexists(folder / name) for name in self.names)
@@ -215,7 +214,7 @@ class _Signed:
 
 
 def _hint(public_key: Path) -> str:
-    """Return the name that a signature gives a key."""
+    """Return the name of a key in a signature."""
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
     key = serialization.load_pem_public_key(
         safe_files.read_bytes(public_key, _MAX_SIGNATURE, code=codes.NOT_A_CHECKPOINT)
@@ -224,7 +223,7 @@ def _hint(public_key: Path) -> str:
     return hashlib.sha256(key.public_bytes(serialization.Encoding.PEM, form)).hexdigest()
 
 
-#: A digest as the library's messages show it: by ``repr``, once or, inside of a list of texts, twice.
+#: A digest in the library's messages: its ``repr``, or, inside a list of strings, the ``repr`` of that.
 _DIGEST = compile_when_used(
     r"""Digest\(algorithm=\\?'(\w+)\\?', digest_value=(b\\?'.{0,400}?\\?'|b".{0,400}?")\)"""
 )

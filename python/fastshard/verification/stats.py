@@ -1,4 +1,4 @@
-"""Distributions of a checkpoint's tensors, from one streaming pass."""
+"""Value distributions of a checkpoint's tensors, from one streaming pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"]
 #: Tensors that ``repr`` shows.
 _SHOWN = 5
 #: The 63 edges between the 64 bins of every histogram, ascending: ``-2**6 ... -2**-24, 0, 2**-24 ... 2**6``.
-#: The first and the last bin are open. A power of two belongs to the bin that is farther from zero.
+#: The first and the last bin are unbounded. A power of two belongs to the bin farther from zero.
 HISTOGRAM_EDGES: tuple[float, ...] = tuple(_core.histogram_edges())
 
 
@@ -37,9 +37,9 @@ class ZeroSlab:
     """Indices of one dimension at which every element is zero."""
 
     dim: int
-    #: How many of the dimension's indices.
+    #: Number of all-zero indices in the dimension.
     indices: int
-    #: Them as ``(start, end)``, end exclusive, ascending; the longest 64 if there are more.
+    #: Their ranges ``(start, end)``, end exclusive, ascending; the longest 64 if there are more.
     ranges: tuple[tuple[int, int], ...]
 
     def text(self, rank: int) -> str:
@@ -57,34 +57,35 @@ class ZeroSlab:
 class TensorStats:
     """Statistics of the values of one tensor.
 
-    ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities count in no other
-    field. The two parts of a complex element count as two numbers. Integers are summed as float64, so that
-    the mean of 64-bit ones is rounded; their ``min`` and ``max`` are exact.
+    ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities are excluded from
+    all other fields. The two parts of a complex element count as two numbers. Integers are summed as float64,
+    so the mean of 64-bit integers is rounded; their ``min`` and ``max`` are exact.
     """
 
     #: Element type under its safetensors name, e.g. ``BF16``.
     dtype: str
     shape: tuple[int, ...]
-    #: Numbers looked at.
+    #: Number of values.
     count: int
-    #: Zeros, of either sign.
+    #: Number of zeros, of either sign.
     zeros: int
     nan: int
     inf: int
-    #: Smallest and largest finite number; None where there is none.
+    #: Smallest and largest finite value; None if there is none.
     min: float | int | None
     max: float | int | None
-    #: Mean and (population) standard deviation of the finite numbers; None without one, or on overflow.
+    #: Mean and (population) standard deviation of the finite values; None without finite values, or on
+    #: overflow.
     mean: float | None
     std: float | None
-    #: Counts in the 64 bins between :data:`HISTOGRAM_EDGES`; zeros are not among them.
+    #: Counts in the 64 bins between :data:`HISTOGRAM_EDGES`, without zeros.
     histogram: tuple[int, ...]
-    #: What a lost shard leaves; none for a tensor that is zero as a whole, or a vector.
+    #: All-zero blocks, as a lost shard leaves them; empty for an all-zero tensor and for a vector.
     zero_slabs: tuple[ZeroSlab, ...] = ()
 
     @classmethod
     def from_dict(cls, dtype: str, shape: Iterable[int], data: dict[str, Any]) -> TensorStats:
-        """Reads statistics from their JSON form, as a manifest has it."""
+        """Reads statistics from their JSON form in a manifest."""
         slabs = tuple(
             ZeroSlab(s["dim"], s["indices"], tuple((a, b) for a, b in s["ranges"]))
             for s in data.get("zero_slabs", ())
@@ -93,7 +94,7 @@ class TensorStats:
         return cls(dtype, tuple(shape), **rest, histogram=tuple(data["histogram"]), zero_slabs=slabs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, with lists for tuples."""
+        """Returns plain data, with lists instead of tuples."""
         slabs = [
             {"dim": s.dim, "indices": s.indices, "ranges": [list(r) for r in s.ranges]}
             for s in self.zero_slabs
@@ -109,7 +110,7 @@ class TensorStats:
     def overlap(self, other: TensorStats) -> float:
         """Measures the overlap of two distributions, from 0 to 1.
 
-        It is the common share of bins, zeros, NaN and infinities.
+        The overlap is the common share of histogram bins, zeros, NaN and infinities.
         """
         own, theirs = ((*s.histogram, s.zeros, s.nan, s.inf) for s in (self, other))
         if not (self.count and other.count):
@@ -117,7 +118,7 @@ class TensorStats:
         return sum(min(a / self.count, b / other.count) for a, b in zip(own, theirs, strict=True))
 
     def zero_unlike(self, other: TensorStats) -> list[str]:
-        """Lists what is zero here and not in the other tensor: ``["rows 32-63"]``."""
+        """Lists ranges that are zero here and not in the other tensor: ``["rows 32-63"]``."""
         if other.zeros == other.count:
             return []
         if self.count and self.zeros == self.count:

@@ -1,4 +1,4 @@
-"""Repair of tracker files: they name the newest complete step again."""
+"""Repair of tracker files, so that they name the newest complete step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .run_steps import RunStep, RunSteps
 
 __all__ = ["TrackerChange", "fix_trackers"]
 
-#: The tracker file of Megatron-LM holds a number, and the folder's name has it.
+#: Megatron-LM's tracker file, which contains the number in the folder's name.
 #: source: Megatron-LM megatron/training/checkpointing.py get_checkpoint_name, get_checkpoint_tracker_filename
 _MEGATRON = "latest_checkpointed_iteration.txt"
 _ITERATION = compile_when_used(r"iter_[0-9]{7,}")
@@ -25,7 +25,7 @@ _NUMBER = compile_when_used(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class TrackerChange:
-    """A tracker file, the step that it named, and the step that it names now."""
+    """A tracker file, the step that it named before, and the step that it names now."""
 
     #: Name of the file.
     file: str
@@ -41,15 +41,15 @@ class TrackerChange:
 def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
     """Points the tracker files of a run at the newest complete step.
 
-    All files are checked before the first one is written. Each is replaced by a new file under its name, so
-    that a reader sees the old content or the new one.
+    The function checks all files before it writes the first. It replaces each file atomically, so that a
+    reader sees either the old or the new content.
 
     Args:
         steps: the steps of the run, from :func:`fastshard.steps`.
 
     Raises:
-        FastshardError: if there is no tracker file, if no step is complete, or if a tracker file has a form
-            that is not known; then nothing is written.
+        FastshardError: if there is no tracker file, if no step is complete, or if a tracker file has an
+            unknown form; then nothing is written.
     """
     folder = Path(steps.folder)
     if not steps.trackers:

@@ -14,17 +14,17 @@ __all__ = ["Verdict"]
 
 
 class Verdict(Sequence[Finding]):
-    """The result of :func:`fastshard.verify`: a sequence of findings, and whether the checkpoint is in order.
+    """The result of :func:`fastshard.verify`: a sequence of findings, and the verdict on the checkpoint.
 
-    It equals a list of the same findings. It has no truth value, because an empty sequence, the good case
-    here, would be false.
+    It compares equal to a list of the same findings. It has no truth value, because an empty sequence, which
+    is the good case, would be false.
     """
 
     __slots__ = ("_findings", "checked")
 
     def __init__(self, findings: Sequence[Finding], checked: Checked | None = None) -> None:
         self._findings = tuple(findings)
-        #: How far the checkpoint was checked; None if something is wrong.
+        #: The extent of the check; None if something is wrong.
         self.checked = checked
 
     @property

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FileStates", "VerifiedSteps", "read_file_states"]
 
-#: Size, time of change and time of the last change of the inode, in nanoseconds, of the files below a folder.
-#: A time of change can be set back; that of the inode cannot.
+#: Size, mtime and ctime (in nanoseconds) of the files below a folder. The mtime can be set back; the ctime
+#: cannot.
 FileStates = dict[str, tuple[int, int, int]]
 
 _FORMAT = "fastshard.step-files"
 
 
 def read_file_states(folder: Path) -> FileStates:
-    """Read sizes and times of the regular files below a folder, without links to folders."""
+    """Read sizes and times of the regular files below a folder, without following links to folders."""
     states: FileStates = {}
     for top, subfolders, names in os.walk(folder):
         subfolders.sort()
@@ -67,11 +67,11 @@ class VerifiedSteps:
             ) from None
 
     def find_manifest(self, step: Path) -> Path | None:
-        """Return the manifest of a step that was verified before; None for another step.
+        """Return the manifest of a previously verified step; None for another step.
 
         Raises:
-            FastshardError: ``FS515`` if it is of a step of the same name in another run, or damaged, which
-                says nothing about the step.
+            FastshardError: ``FS515`` if it belongs to a step with the same name in another run, or is
+                damaged, which does not mean that the step is.
         """
         path = self._manifest(step)
         if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
@@ -79,7 +79,7 @@ class VerifiedSteps:
         return path if safe_files.is_file(path) and self._read(step) is not None else None
 
     def is_unchanged(self, step: Path, states: FileStates) -> bool:
-        """Return True if a step was verified, and its files have the same sizes and times since.
+        """Return True if a step was verified, and the sizes and times of its files have not changed since.
 
         Raises:
             FastshardError: as :meth:`find_manifest`.
@@ -89,9 +89,9 @@ class VerifiedSteps:
         return document is not None and document.get("files") == files
 
     def keep(self, step: Path, states: FileStates, memory: str | int | None, opening: OpenOptions) -> None:
-        """Keep a manifest of a step that was verified; ``states`` are those before it was read.
+        """Store the manifest of a verified step; ``states`` are its file states before it was read.
 
-        Nothing is kept of a step that changed meanwhile.
+        Nothing is stored for a step that changed meanwhile.
 
         Raises:
             FastshardError: as :func:`fastshard.manifest`.

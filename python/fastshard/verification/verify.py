@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
-#: The model card, which goes along with weights.
+#: The model card, which accompanies weights.
 _CARD = "README.md"
 
 
@@ -78,26 +78,26 @@ def verify(
 ) -> Verdict:
     """Checks a checkpoint's completeness and integrity, and, with a manifest, its content.
 
-    Files that were downloaded from Hugging Face's hub are compared with the hashes in its cache or
+    Files that were downloaded from the Hugging Face Hub are compared with the hashes in its cache or
     ``--local-dir``. Without a manifest, the function checks structure, zip CRC32, expected tensors and
     shapes, replicas, copied files, padding, NaN, and all-zero blocks (``FS313``), which are typical of a lost
     shard.
 
-    A manifest from :func:`fastshard.manifest`, and one inside the checkpoint, are compared file by file. A
-    result's manifest from another place is compared tensor by tensor if it lists full tensors: this checks
+    A manifest from :func:`fastshard.manifest`, or one inside the checkpoint, is compared file by file. The
+    manifest of a result in another folder is compared tensor by tensor if it lists full tensors; this checks
     the sources of that result.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         expect: a manifest or a config; a manifest next to the source is used without this option.
-        like: a good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and dtypes
-            must be the same.
+        like: a known-good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and
+            dtypes must be the same.
         subset: (n, t) reads only part n of t of the tensors; n = 1..t together read all tensors.
         include: glob patterns of names to read; all if empty. A comparison of files always reads complete
             files.
         exclude: glob patterns of names to leave out.
-        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file, including
-            the manifest, must be as it was signed (``FS315``). Needs ``public_key`` or ``certificates``.
+        signature: an OpenSSF model-signing signature of the folder (``model.sig``): each file, including the
+            manifest, must be as signed (``FS315``). Needs ``public_key`` or ``certificates``.
         public_key: PEM of the public key of the signer.
         certificates: PEMs of the chain of the signing certificate.
         memory: as for :func:`fastshard.convert`.
@@ -184,7 +184,8 @@ def _find_accepted_part(words: Collection[str]) -> list[Finding]:
 
 
 def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
-    """Find names to which a trainer has added a prefix in a model's folder; config.json does not fit them."""
+    """Find tensor names in a model's folder to which a trainer added a prefix that does not match
+    config.json."""
     source = checkpoint.opened.source
     renamed = plan.source.names.own if plan.source.names.renames else {}
     # Names of an adapter are the trainer's own.
@@ -203,7 +204,8 @@ def _differing(
     run: RunOptions,
     progress: Report,
 ) -> tuple[list[Finding], Downloaded | None, list[str]]:
-    """Read the tensors, and return findings, the record of downloaded files and what would go unnoticed.
+    """Read the tensors; return findings, the record of downloaded files, and the damage that would go
+    unnoticed.
 
     The record is None if it was not made.
     """
@@ -238,7 +240,7 @@ def _differing(
 
 
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
-    """Report roots with different tokenizers, or other different files that a result would include."""
+    """Report roots that differ in tokenizers or in other files that a result would include."""
     if len(checkpoint.listing.roots) < 2:
         return []
     try:
@@ -258,7 +260,7 @@ def _find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None) -> list[str]:
-    """List what else confirms the content besides the checkpoint, in words."""
+    """Describe what confirms the content besides the checkpoint itself."""
     vouched = []
     if manifest is not None:
         vouched.append(f"against the manifest {manifest}")
@@ -270,11 +272,11 @@ def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None
 
 
 def _signed_by(signature: Path, keys: Iterable[StrPath]) -> str:
-    """Describe the signature and its keys in words."""
+    """Describe the signature and its keys."""
     return f"the signature {signature.name} by the key of {' and '.join(Path(key).name for key in keys)}"
 
 
-#: What a checkpoint's own list of its tensors does not tell.
+#: The limit of a checkpoint's own list of its tensors, for messages.
 _NEVER_SAVED = (
     "tensors that were never saved would not be noticed (only the checkpoint itself states which tensors "
     "exist)"
@@ -293,7 +295,7 @@ def _lists_itself(plan: Plan) -> bool:
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
     """Return a statement that the files' own checksums match, if all files have them.
 
-    Checksums show damage, but not a replaced file.
+    Checksums detect damage, but not a replaced file.
     """
     held = [file for file in checkpoint.files if file["tensors"]]
     if (
@@ -314,7 +316,7 @@ def _signed(
     """Report mismatches with the signature; no findings without one.
 
     Raises:
-        FastshardError: ``FS515`` for a key without a signature, or a checkpoint in several folders.
+        FastshardError: ``FS515`` for a key without a signature, or for a checkpoint in several folders.
     """
     if signature is None:
         if public_key is not None or certificates:
