@@ -1,4 +1,4 @@
-"""Outputs of the layers of a model on some tokens: of a checkpoint, or of a trainer that recorded them."""
+"""Outputs of a model's layers on some tokens, from a checkpoint or from a trainer's record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerOutputs", "is_record", "read_record", "record"]
 
-#: Names of what is no layer.
+#: Names of units that are not layers.
 EMBEDDING, HEAD, LOGITS = "input_embedding", "head", "logits"
 #: Marks a file as a record, in the metadata of its header.
 _MARK = "fastshard.record"
@@ -35,20 +35,20 @@ class LayerOutputs:
 
     #: Token ids, of shape (sequences, length).
     tokens: torch.Tensor
-    #: Outputs of shape (sequences, length, width), by names: ``layers.0``, ``input_embedding``, ``head``, and
-    #: the paths of other modules. Of a trainer's record ``input_embedding`` is the input of the first layer.
+    #: Outputs of shape (sequences, length, width), by name: ``layers.0``, ``input_embedding``, ``head``, and
+    #: the paths of other modules. In a trainer's record, ``input_embedding`` is the input of the first layer.
     outputs: dict[str, torch.Tensor]
-    #: Where they are from, for messages.
+    #: Origin of the outputs, for messages.
     origin: str
-    #: The class of the model, and the dtype that it computed in.
+    #: The class of the model, and the dtype of the computation.
     model_class: str
     dtype: str
-    #: True for a trainer's record: another implementation computed it.
+    #: True for a trainer's record, which another implementation computed.
     is_record: bool = False
 
 
 class Namer:
-    """The names of a run's outputs: a unit that runs again gets a number after its name."""
+    """The names of a run's outputs; a unit that runs several times gets a number after its name."""
 
     def __init__(self, model: LayerwiseModel) -> None:
         self._layers = {id(unit): at for at, unit in enumerate(model.layers)}
@@ -90,20 +90,19 @@ def record(
 ) -> None:
     """Records the outputs of a trainer's model, for ``fastshard layers RECORD CHECKPOINT``.
 
-    The model runs once, without gradients and in evaluation mode, on one process: a model whose tensors are
-    divided over ranks gathers them by itself, or is recorded with one rank. The file has the input of the
-    first layer, the output of each layer and the logits, in the dtype in which they are computed, and the
-    loss.
+    The model runs once, without gradients and in evaluation mode, on one process. If its tensors are divided
+    over ranks, it must gather them itself, or be recorded with one rank. The file contains the input of the
+    first layer, the output of each layer, the logits, all in the dtype of the computation, and the loss.
 
     Args:
-        model: a torch module that is called with the tokens and returns logits, an object that has
-            ``logits``, or a tuple that begins with them.
-        tokens: token ids of shape (sequences, length); the two numbers must differ, as they show which
-            dimension of an output is which (Megatron and GPT-NeoX put the length first).
+        model: a torch module that is called with the tokens and returns logits, an object with an attribute
+            ``logits``, or a tuple that starts with them.
+        tokens: token ids of shape (sequences, length); the two numbers must differ, because they identify the
+            dimensions of an output (Megatron and GPT-NeoX put the length first).
         path: the file to write, in the format of safetensors.
-        layers: the decoder layers in their order; default: the longest ModuleList, or Sequential, whose
-            modules have one class.
-        inputs: further arguments that the model is called with, e.g. ``position_ids`` and ``attention_mask``.
+        layers: the decoder layers in order; default: the longest ModuleList or Sequential whose modules all
+            have the same class.
+        inputs: further arguments for the call of the model, e.g. ``position_ids`` and ``attention_mask``.
 
     Raises:
         FastshardError: ``FS515`` if the layers cannot be found, or the outputs do not have the tokens' shape;
@@ -170,7 +169,7 @@ def record(
 
 
 def _check_place(path: StrPath) -> Path:
-    """Return the path at which a record is written, with links followed.
+    """Return the path at which to write a record, with links followed.
 
     Raises:
         FastshardError: as :func:`record`.
@@ -202,7 +201,7 @@ def read_record(path: StrPath) -> LayerOutputs:
     """Read a file that :func:`record` has written.
 
     Raises:
-        FastshardError: ``FS211`` if it is damaged, or of another version.
+        FastshardError: ``FS211`` if it is damaged, or has another version.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -248,7 +247,7 @@ def read_record(path: StrPath) -> LayerOutputs:
 
 
 def _find_layers(model: Any) -> list[Any]:
-    """Find the decoder layers of a model: the longest list of modules of one class.
+    """Find the decoder layers of a model: the longest list of modules of the same class.
 
     Raises:
         FastshardError: ``FS515`` if there is none.

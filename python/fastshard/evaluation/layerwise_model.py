@@ -1,9 +1,9 @@
 """A causal language model of transformers that reads its weights from a checkpoint while it runs, one decoder
 layer at a time.
 
-Parameters are on torch's meta device until their unit runs: a decoder layer, or a module outside the layers
-with its own tensors. transformers' own loader fills a unit, so that renamings, stacked experts and dtypes are
-those of ``from_pretrained``. Nothing is written.
+Parameters are on torch's meta device until their unit runs. A unit is a decoder layer, or a module outside
+the layers with its own tensors. transformers' own loader fills a unit, so that renamings, stacked experts and
+dtypes are the same as with ``from_pretrained``. Nothing is written.
 
 source: transformers 5.24 core_model_loading.py (convert_and_load_state_dict_in_model), modeling_utils.py
     (from_pretrained, tie_weights)
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerwiseModel", "Unit", "hide_progress"]
 
-#: Is given a unit and a tensor, and may return the tensor that takes its place.
+#: Called with a unit and a tensor; may return a replacement for the tensor.
 Watch = Callable[["Unit", Any], Any]
 
-#: The first version of transformers whose loader takes tensors one by one.
+#: The first version of transformers whose loader accepts tensors one by one.
 _OLDEST = (5, 0)
-#: Floats of width ``hidden_size`` for each token that a layer's forward pass takes beside its weights,
-#: roughly.
+#: Approximate memory of a layer's forward pass, without weights, in vectors of ``hidden_size`` floats per
+#: token.
 _ACTIVATIONS = 16
 
 
@@ -51,26 +51,26 @@ class Unit:
     #: Dotted path of the module in the model; empty for the model itself.
     path: str
     module: Any
-    #: Tensors that the module has while its weights are released, by their names in the module.
+    #: Placeholder tensors of the module while its weights are released, by their names in the module.
     released: dict[str, torch.Tensor]
-    #: Names of the checkpoint's tensors that it is made of.
+    #: Names of the checkpoint's tensors for this unit.
     stored: list[str] = field(default_factory=list)
-    #: True for a unit that stays loaded: the input embedding, and weights that other units are tied to.
+    #: True for a unit that stays loaded: the input embedding, and weights to which other units are tied.
     stays: bool = False
 
     @property
     def names(self) -> set[str]:
-        """Names in the model of the tensors that a load fills."""
+        """Names in the model of the tensors that loading the unit fills."""
         return {f"{self.path}.{name}" if self.path else name for name in self.released}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights in the dtype of the model."""
+        """Size of its weights in bytes, in the dtype of the model."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.released.values())
 
 
 class LayerwiseModel:
-    """A model whose units are loaded from a view when they run, and released after it.
+    """A model whose units are loaded from a view before they run, and released afterwards.
 
     Args:
         view: the tensors under Hugging Face names: ``fastshard.open(..., to="hf")``.
@@ -104,7 +104,7 @@ class LayerwiseModel:
 
     @property
     def max_length(self) -> int | None:
-        """Maximum number of tokens in a sequence, as the config states it; None if it states none."""
+        """Maximum number of tokens in a sequence according to the config; None if it states none."""
         text = self.model.config.get_text_config()
         lengths = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions"))
         return next((number for number in lengths if isinstance(number, int) and number > 0), None)
@@ -117,11 +117,11 @@ class LayerwiseModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights that a run loads."""
+        """Size in bytes of all weights that a run loads."""
         return sum(unit.nbytes for unit in self.units)
 
     def estimate_memory(self, tokens: int, *, keeps_outputs: bool = False) -> int:
-        """Estimate the peak of anonymous memory of a run, in bytes, for a number of tokens in a batch.
+        """Estimate the peak anonymous memory of a run in bytes, for a number of tokens in a batch.
 
         Args:
             tokens: number of tokens.
@@ -138,7 +138,7 @@ class LayerwiseModel:
         return _core.anonymous_memory() + resident + 2 * largest + tokens * needed
 
     def check_memory(self, limit: int | None, tokens: int, *, keeps_outputs: bool = False) -> None:
-        """Refuse a run whose memory would exceed a limit in bytes; None is no limit.
+        """Refuse a run whose memory would exceed a limit in bytes; None means no limit.
 
         Raises:
             FastshardError: ``FS512``.
@@ -169,11 +169,10 @@ class LayerwiseModel:
 
         Args:
             tokens: token ids of shape (sequences, length).
-            on_load: called with the bytes of each unit when it was loaded.
-            on_input: called with each unit and its hidden states before it runs; a tensor that it returns
-                takes their place.
-            on_output: called with each unit and its output after it ran; a tensor that it returns takes its
-                place.
+            on_load: called with the size in bytes of each unit after it was loaded.
+            on_input: called with each unit and its hidden states before it runs; a returned tensor replaces
+                them.
+            on_output: called with each unit and its output after it ran; a returned tensor replaces it.
 
         Raises:
             FastshardError: if a tensor cannot be read, or does not fit the model.
@@ -197,9 +196,10 @@ class LayerwiseModel:
         return logits
 
     def release(self) -> None:
-        """Release the weights of all units; the model does not run afterwards.
+        """Release the weights of all units; the model cannot run afterwards.
 
-        The model and its hooks refer to each other, so that the collector alone would free them, much later.
+        The model and its hooks refer to each other, so only the garbage collector would free them, much
+        later.
         """
         for unit in self.units:
             unit.module.load_state_dict(unit.released, strict=False, assign=True)
@@ -208,10 +208,10 @@ class LayerwiseModel:
             setattr(self.model.get_submodule(parent), own, None)
 
     def _forward(self, ids: torch.Tensor) -> Any:
-        """Run the forward pass, and turn exceptions of torch and transformers into a finding.
+        """Run the forward pass, and convert exceptions of torch and transformers into a finding.
 
         Raises:
-            FastshardError: ``FS512`` without memory; ``FS514`` for anything else that a module raises.
+            FastshardError: ``FS512`` if memory runs out; ``FS514`` for any other exception of a module.
         """
         import torch
 
@@ -230,7 +230,7 @@ class LayerwiseModel:
             raise _refuse_run(self.class_name, f"{type(error).__name__}: {error}") from error
 
     def _divide(self) -> list[Unit]:
-        """Divide the model into units, and give each stored tensor its unit.
+        """Divide the model into units, and assign each stored tensor to its unit.
 
         Raises:
             FastshardError: ``FS102`` or ``FS108``.
@@ -250,10 +250,10 @@ class LayerwiseModel:
         return [unit for unit in units if unit.released]
 
     def _find_places(self) -> dict[str, str]:
-        """Find the name in the model of each stored tensor, by the rules of the loader.
+        """Find the name of each stored tensor in the model, by the rules of the loader.
 
         Raises:
-            FastshardError: ``FS108`` for a tensor that the model has no place for.
+            FastshardError: ``FS108`` for a tensor that the model does not have.
         """
         loading, model = self._loading, self.model
         mapping = loading.get_model_conversion_mapping(model)
@@ -286,7 +286,7 @@ class LayerwiseModel:
         return places
 
     def _find_ties(self, filled: set[str]) -> dict[str, str]:
-        """Find the stored tensor for each tied name that has none, by the names in the model.
+        """Find a stored tensor for each tied name in the model that has none.
 
         Two tied tensors that are both stored are loaded separately: ``from_pretrained`` ties only equal ones.
 
@@ -311,7 +311,7 @@ class LayerwiseModel:
         return ties
 
     def _is_converted(self, name: str) -> bool:
-        """Return True if a converter with several results may fill a name that no stored tensor has."""
+        """Return True if a converter with several results may fill a name without a stored tensor."""
         return any(
             len(rule.target_patterns) > 1
             for rule in self._config.weight_mapping
@@ -319,7 +319,8 @@ class LayerwiseModel:
         )
 
     def _attach(self) -> None:
-        """Load the units that stay, tie what is tied, and have the other units loaded when they run."""
+        """Load the units that stay, tie the tied weights, and install hooks that load the other units when
+        they run."""
         for unit in self.units:
             if unit.stays:
                 self._load(unit)
@@ -388,7 +389,7 @@ def _leave(unit: Unit) -> Callable[..., None]:
 
 
 def _pass_input(unit: Unit, watch: Watch) -> Callable[..., Any]:
-    """Make the hook that passes on a unit's input of hidden states, and replaces it."""
+    """Make the hook that passes a unit's hidden states to the callback, and replaces them."""
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _find_input(args, kwargs)
@@ -403,7 +404,7 @@ def _pass_input(unit: Unit, watch: Watch) -> Callable[..., Any]:
 
 
 def _pass_output(unit: Unit, watch: Watch) -> Callable[..., Any]:
-    """Make the hook that passes on the output of a unit, and replaces it."""
+    """Make the hook that passes a unit's output to the callback, and replaces it."""
 
     def after(module: Any, args: Any, output: Any) -> Any:
         has_more = isinstance(output, (tuple, list))
@@ -438,7 +439,7 @@ def _list_units(model: Any) -> Iterator[Unit]:
 
 
 def _list_ignored(model: Any) -> re.Pattern[str] | None:
-    """Return the pattern of names that transformers leaves out when it loads a model; None if there is none.
+    """Return the pattern of names that transformers ignores when it loads a model; None if there is none.
 
     source: transformers modeling_utils.py (_adjust_missing_and_unexpected_keys)
     """
@@ -491,7 +492,7 @@ def _import_loading() -> Any:
 
 
 def _find_config(view: PlannedView) -> dict[str, Any]:
-    """Return the config of a view, as a class of transformers takes it.
+    """Return the config of a view, in the form that transformers classes accept.
 
     Raises:
         FastshardError: ``FS209`` without a config, ``FS514`` for quantised weights.
@@ -547,7 +548,7 @@ def _build(class_name: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
     The constructors compute buffers that no file has.
 
     Raises:
-        FastshardError: ``FS514`` for a config that the class does not take.
+        FastshardError: ``FS514`` for a config that the class does not accept.
     """
     import transformers
 
@@ -587,7 +588,8 @@ def _choose_device(device: Any) -> torch.device:
     return chosen
 
 
-#: Held while a method of torch's Module is replaced: another thread would keep the replacement for ever.
+#: Lock for replacing a method of torch's Module; without it, another thread could keep the replacement
+#: forever.
 _building = threading.Lock()
 
 
@@ -595,7 +597,7 @@ _building = threading.Lock()
 def _parameters_on_meta() -> Iterator[None]:
     """Move each parameter to the meta device when a module registers it, before it is initialised.
 
-    Modules that other threads build meanwhile are not affected.
+    Modules that other threads build at the same time are not affected.
     """
     import torch
 

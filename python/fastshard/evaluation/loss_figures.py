@@ -1,4 +1,4 @@
-"""The loss of a model on a text, and the values for comparison."""
+"""The loss of a model on a text, and reference values for it."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ if TYPE_CHECKING:
 
 __all__ = ["LENGTH", "MOST", "Loss", "describe_loss", "measure_loss"]
 
-#: Share of ``ln(vocabulary)`` from which on a loss is that of a model that has learnt nothing.
+#: Share of ``ln(vocabulary)`` above which a loss is that of an untrained model.
 _UNTRAINED = 0.9
-#: A loss may differ by this much from the trainer's own on the same tokens: bfloat16 and other kernels.
+#: Allowed difference from the trainer's loss on the same tokens, because of bfloat16 and other kernels.
 TOLERANCE = 0.02
-#: Tokens of a sequence, and of all.
+#: Default maximum numbers of tokens: in a sequence, and in total.
 LENGTH, MOST = 512, 2048
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The mean cross-entropy of a model on a text, in nats per token, and the values for comparison.
+    """The mean cross-entropy of a model on a text, in nats per token, and reference values for it.
 
     A plausible loss proves nothing by itself: damage to one layer may change it by less than its standard
     error.
     """
 
-    #: Mean over all predicted tokens; NaN if a logit is.
+    #: Mean over all predicted tokens; NaN if a logit is NaN.
     loss: float
-    #: Standard error of the mean: how far the loss on another text of this kind may be.
+    #: Standard error of the mean, which shows how much the loss on another text of this kind may differ.
     standard_error: float
-    #: Number of tokens that were predicted.
+    #: Number of predicted tokens.
     tokens: int
-    #: Number of sequences, all of one length.
+    #: Number of sequences, all of the same length.
     sequences: int
-    #: Loss of a model that knows nothing: the logarithm of the vocabulary.
+    #: Loss of an untrained model: the logarithm of the vocabulary size.
     untrained: float
-    #: Loss of a model that knows only how frequent each token of this text is.
+    #: Loss of a model that knows only the frequency of each token in this text.
     by_frequency: float
-    #: The loss that was expected, and by how much it may differ; None if none was given.
+    #: The expected loss, and the allowed difference; None if none was given.
     expected: float | None
     tolerance: float
     #: The class of transformers that computed it, the version of transformers, and the dtype.
     model_class: str
     transformers: str
     dtype: str
-    #: Where the tokens are from.
+    #: Origin of the tokens.
     text: str
     #: Estimated peak of the process's anonymous memory, in bytes.
     memory: int
-    #: Warnings and notes of opening the checkpoint, and what is wrong with the loss.
+    #: Warnings and notes from opening the checkpoint, and errors about the loss.
     findings: tuple[Finding, ...]
     #: What this run did not check, a line each.
     not_checked: tuple[str, ...]
@@ -91,7 +91,7 @@ class Loss:
 
 
 def describe_loss(record: Mapping[str, Any]) -> str:
-    """Describe a loss in one line, from the figures of :meth:`Loss.to_dict`, as a manifest keeps them."""
+    """Describe a loss in one line, from the figures of :meth:`Loss.to_dict`, which a manifest contains."""
     if record["loss"] is None:
         return f"the loss is not a number, on {record['tokens']} tokens of {record['text']}"
     # One token has no standard error.
@@ -172,7 +172,7 @@ def _judge(
     expected: float | None,
     tolerance: float,
 ) -> Loss:
-    """Compare the loss with the expected loss, and with that of models that know nothing."""
+    """Compare the loss with the expected loss, and with the loss of untrained models."""
     import transformers
 
     mean, count = float(losses.mean()), losses.numel()

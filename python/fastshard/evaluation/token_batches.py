@@ -1,4 +1,4 @@
-"""Batches of token ids: of a text by the checkpoint's tokenizer, or of a file of ids."""
+"""Batches of token ids, from a text and the checkpoint's tokenizer, or from a file of ids."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "make_batch"]
 
-#: Bytes of a text, and of a file of ids, at most: a batch is computed at once.
+#: Maximum size in bytes of a text or a file of ids, because a batch is computed at once.
 _MAX_BYTES = 64 << 20
-#: What messages call the package's text.
+#: Name of the package's text in messages.
 _SAMPLE = "the page of text in the package"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids that go through a model at once."""
+    """Token ids for one forward pass."""
 
     #: Token ids, of shape (sequences, length), int64.
     ids: torch.Tensor
-    #: Number of ids at the beginning of each sequence that the tokenizer adds: a BOS token.
+    #: Number of ids that the tokenizer adds at the start of each sequence (a BOS token).
     prefix: int
-    #: Where they are from, for messages.
+    #: Origin of the ids, for messages.
     origin: str
-    #: Number of ids that were given, and have no place in it.
+    #: Number of given ids that do not fit into the batch.
     left_out: int
 
     @property
     def count(self) -> int:
-        """Number of tokens that are predicted: all but the first of each sequence, and no BOS token."""
+        """Number of predicted tokens: all except the first of each sequence and BOS tokens."""
         rows, length = self.ids.shape
         return rows * (length - max(self.prefix, 1))
 
 
 def make_batch(model: LayerwiseModel, text: StrPath | None, tokens: Any, length: int, most: int) -> Batch:
-    """Make the batch of a text file, of token ids, or of the package's page of text.
+    """Make a batch from a text file, from token ids, or from the package's page of text.
 
     Args:
-        model: the model; the tokenizer of its checkpoint divides a text.
+        model: the model; the tokenizer of its checkpoint tokenizes a text.
         text: a text file in UTF-8; None for the page of text in the package.
         tokens: a file of token ids (JSON, npy or safetensors), or ids as a sequence, an array or a tensor; of
             one or two dimensions.
-        length: tokens of a sequence, at most; the model may take fewer.
-        most: tokens of the batch, at most.
+        length: maximum number of tokens in a sequence; the model's limit may be lower.
+        most: maximum number of tokens in the batch.
 
     Raises:
         FastshardError: ``FS515`` for a text together with tokens; ``FS211`` for values that are not token
@@ -111,7 +111,7 @@ def _read_text(path: StrPath) -> str:
 
 
 def _encode(view: PlannedView, text: str) -> tuple[torch.Tensor, list[int]]:
-    """Divide a text into token ids; return them, and the ids that the tokenizer puts before a text.
+    """Tokenize a text; return its token ids, and the ids that the tokenizer adds before a text.
 
     Raises:
         FastshardError: ``FS209`` if the checkpoint has no tokenizer, ``FS514`` for one that cannot be loaded.
@@ -150,7 +150,7 @@ def _encode(view: PlannedView, text: str) -> tuple[torch.Tensor, list[int]]:
 
 
 def _divide(ids: torch.Tensor, length: int, most: int, prefix: Sequence[int]) -> torch.Tensor:
-    """Divide ids into sequences of one length, each with the prefix; the remainder is dropped.
+    """Divide ids into sequences of equal length, each with the prefix, and drop the remainder.
 
     Raises:
         FastshardError: ``FS211`` for fewer than two ids.
@@ -204,10 +204,10 @@ def _as_tensor(tokens: Any) -> tuple[torch.Tensor, str]:
 
 
 def _read_ids(path: Path) -> Any:
-    """Read token ids from a file, by the ending of its name; nothing in it is executed.
+    """Read token ids from a file, in the format that its suffix indicates; nothing in it is executed.
 
     Raises:
-        FastshardError: ``FS211`` for a file of another kind, or one whose content does not match its ending.
+        FastshardError: ``FS211`` for a file of another kind, or one whose content does not match its suffix.
     """
     import numpy as np
 
