@@ -1,4 +1,5 @@
-"""Functions for trainers: checks of what they save, and records that a checkpoint is compared with later."""
+"""Functions for trainers: checks of their saves, and recorded outputs for later comparison with a
+checkpoint."""
 
 from __future__ import annotations
 

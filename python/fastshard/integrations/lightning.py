@@ -31,10 +31,10 @@ __all__ = ["CheckpointGuard"]
 class CheckpointGuard(_Callback):  # type: ignore[misc]
     """Checks storage before training and each checkpoint after its save: ``Trainer(callbacks=[...])``.
 
-    It works beside ``ModelCheckpoint``, which chooses what is saved and what is deleted. The guard delays the
-    deletion of the last checkpoint that was fully verified, and of those whose verification has not ended.
-    It cannot keep a checkpoint that a later save overwrites, such as ``last.ckpt``; the same step under
-    another name is kept. Checkpoints outside of file systems (``s3://``) are not checked.
+    It works alongside ``ModelCheckpoint``, which chooses the checkpoints to save and to delete. The guard
+    delays the deletion of the last fully verified checkpoint, and of checkpoints whose verification is still
+    running. It cannot keep a checkpoint that a later save overwrites, such as ``last.ckpt``, but it keeps the
+    same step under another name. Checkpoints in object stores (``s3://``) are not checked.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
             like: a good checkpoint of the same model, with which the first save is compared.
             on_failure: ``"warn"`` issues a warning and logs it; ``"raise"`` raises FastshardError on rank 0.
             threads: threads of the background process; default: one for each core.
-            timeout: seconds that ranks wait for one another before the training; default 600.
-            wait: seconds to wait at the end of the training for each verification that has not ended. At most
-                two have not; other ranks that go on to a collective operation wait as long.
+            timeout: seconds that ranks wait for one another before training; default 600.
+            wait: seconds to wait at the end of training for each verification that is still running, at most
+                two. Other ranks that enter a collective operation wait as long.
         """
         self._options: dict[str, Any] = {"like": like, "on_failure": on_failure, "threads": threads}
         self._timeout, self._wait = timeout, wait
-        #: Checkpoints whose deletion waits.
+        #: Checkpoints whose deletion is delayed.
         self._delayed: list[Path] = []
         #: Checkpoints that later saves overwrite.
         self._overwritten: set[Path] = set()
@@ -67,7 +67,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
         self.guard = SaveGuard(**self._options)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Takes part in the saves and deletions of a training.
+        """Hooks into the saves and deletions of a training run.
 
         Raises:
             FastshardError: ``FS514`` if checkpoints are saved asynchronously.
@@ -86,7 +86,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
         self._attach(trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Checks that all ranks see one storage in each folder of checkpoints.
+        """Checks that all ranks see the same storage in each checkpoint folder.
 
         Raises:
             FastshardError: ``FS522`` on each rank if one rank has a separate disk or does not appear.
@@ -101,7 +101,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
             self.guard.before_training(folder, timeout=self._timeout)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Waits for verifications that have not ended, and deletes what was delayed.
+        """Waits for running verifications, and performs the delayed deletions.
 
         Raises:
             FastshardError: for a checkpoint with an error, with ``on_failure="raise"``.
@@ -116,7 +116,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
             self._delete_delayed(trainer)
 
     def _attach(self, trainer: Any) -> None:
-        """Put the guard's own steps around a save and a deletion of the Trainer.
+        """Wrap the Trainer's methods for saving and deleting checkpoints.
 
         ModelCheckpoint deletes an older checkpoint right after the save, before another callback runs.
         """
@@ -140,7 +140,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
         trainer.strategy.remove_checkpoint = remove_unless_protected
 
     def _check(self, trainer: Any, filepath: StrPath) -> None:
-        """Check a checkpoint that was saved, and delete those that are protected no longer."""
+        """Check a new checkpoint, and delete checkpoints that are no longer protected."""
         path = _find_local(filepath)
         if path is None or not trainer.is_global_zero:
             return
@@ -154,7 +154,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
         self._delete_delayed(trainer)
 
     def _delete_delayed(self, trainer: Any) -> None:
-        """Delete the checkpoints whose deletion was delayed and that are protected no longer."""
+        """Delete the checkpoints whose deletion was delayed and that are no longer protected."""
         waiting, self._delayed = self._delayed, []
         for path in waiting:
             if self._is_protected(path):
@@ -167,7 +167,7 @@ class CheckpointGuard(_Callback):  # type: ignore[misc]
 
 
 def _detach(trainer: Any) -> None:
-    """Give the Trainer its own methods back."""
+    """Restore the Trainer's own methods."""
     vars(trainer).pop("save_checkpoint", None)
     vars(trainer.strategy).pop("remove_checkpoint", None)
 
@@ -180,5 +180,5 @@ def _list_folders(trainer: Any) -> list[Path]:
 
 
 def _find_local(path: StrPath) -> Path | None:
-    """Return a path of this host's file systems; None for an address of another storage."""
+    """Return a path on a local file system; None for an address of other storage."""
     return None if "://" in str(path) else Path(path).absolute()

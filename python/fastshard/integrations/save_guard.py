@@ -1,4 +1,4 @@
-"""Checks of a training run's saves at the time they are made, on rank 0 and without waiting for the data."""
+"""Checks of a training run's saves as they are made, on rank 0 and without waiting until the data is read."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..conversion.distributed.rendezvous import SeenRank, check_storage, rank_of
 
 __all__ = ["SaveGuard", "StepVerdict", "after_save", "before_training"]
 
-#: The name inside the folder of saves at which ranks meet. It is never created.
+#: The name in the folder of saves that ranks use for their rendezvous. It is never created.
 _MEETING_NAME = "save-guard"
-#: The lowest priority, for a process beside the training.
+#: The lowest priority, for a process that runs alongside training.
 _NICE = 19
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The result of a check of one save."""
+    """The result of checking one save."""
 
     #: The checkpoint.
     path: Path
@@ -66,10 +66,12 @@ class _Run:
 
 
 class SaveGuard:
-    """A guard for the saves of a run: it checks that all ranks see one storage, and then each save.
+    """A guard for the saves of a run: it first checks that all ranks see the same storage, and later checks
+    each save.
 
-    Rank 0 reads the headers of a save at once, and compares them with the step before. A background process
-    of low priority then reads the data. Other ranks do nothing, and no rank waits for another after a save.
+    Rank 0 reads the headers of a save immediately, and compares them with the previous step. A low-priority
+    background process then reads the data. Other ranks do nothing, and no rank waits for another after a
+    save.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class SaveGuard:
         self._like = None if like is None else Path(like).absolute()
         self._on_failure = on_failure
         self._threads = threads
-        #: The best check of each save, in the order of the saves.
+        #: The most thorough check of each save, in the order of the saves.
         self._verdicts: dict[Path, StepVerdict] = {}
         #: Results of background processes, in the order in which they ended.
         self._full: list[StepVerdict] = []
@@ -138,7 +140,7 @@ class SaveGuard:
         """Checks a complete save by its headers, and starts a background process that reads its data.
 
         Rank 0 calls it when all ranks have written. At most one process runs at a time: a later save waits
-        for it, and takes the place of a save that waits already.
+        for it, and replaces a save that is already waiting.
 
         Args:
             path: the checkpoint.
@@ -172,14 +174,13 @@ class SaveGuard:
         """Collects the results of background processes that have ended.
 
         Args:
-            timeout: seconds to wait for each save whose verification has not ended.
+            timeout: seconds to wait for each save whose verification is still running.
 
         Returns:
-            All results so far, oldest first. A save that was deleted before the end of its verification has
-            none.
+            All results so far, oldest first. A save that was deleted before its verification ended has none.
 
         Raises:
-            FastshardError: if a result that is new has an error, with ``on_failure="raise"``.
+            FastshardError: if a new result has an error, with ``on_failure="raise"``.
         """
         finished: list[StepVerdict] = []
         while self._running is not None:
@@ -193,29 +194,30 @@ class SaveGuard:
 
     @property
     def last_proven(self) -> Path | None:
-        """The last save without an error: by all of its data, or by headers if no result has come yet.
+        """The last save without an error: by all of its data, or by its headers if its verification is still
+        running.
 
-        A save that was deleted since does not count.
+        Deleted saves do not count.
         """
         return next((v.path for v in reversed(self._verdicts.values()) if v.ok and v.path.exists()), None)
 
     @property
     def last_verified(self) -> Path | None:
-        """The last save whose full verification found no error, and that was not deleted since."""
+        """The last save, not deleted since, whose full verification found no error."""
         full = (v.path for v in reversed(self._verdicts.values()) if v.ok and v.is_full)
         return next((path for path in full if path.exists()), None)
 
     @property
     def unfinished(self) -> list[Path]:
-        """Saves whose verification runs or waits. Do not delete them."""
+        """Saves whose verification is running or waiting. Do not delete them."""
         running = [] if self._running is None else [self._running.path]
         return [*running, *([] if self._waiting is None else [self._waiting])]
 
     def find_protected(self, overwritten: Collection[Path] = ()) -> set[Path]:
         """Find the saves that must not be deleted.
 
-        These are the last one whose full verification found no error, or else the last one without an error
-        by headers; and those whose verification has not ended.
+        These are the last save whose full verification found no error, or else the last one without an error
+        by its headers; and all saves whose verification is running or waiting.
 
         Args:
             overwritten: saves that a later one overwrites in place, so that they protect nothing.
@@ -229,18 +231,18 @@ class SaveGuard:
         return {*(v.path for v in last), *self.unfinished}
 
     def _place(self) -> Rank:
-        """Return the rank of this process, which is found when it is first needed."""
+        """Return the rank of this process, which is detected on first use."""
         if self._rank is None:
             self._rank = _find_rank(self._world)
         return self._rank
 
     def _reference(self, path: Path) -> Path | None:
-        """Return the save that a new one is compared with; None if there is none any more."""
+        """Return the save with which a new one is compared; None if it no longer exists."""
         reference = self.last_proven or self._like
         return reference if reference is not None and reference != path and reference.exists() else None
 
     def _start_next(self) -> None:
-        """Start the verification that waits, unless another one runs."""
+        """Start the waiting verification, unless another one is running."""
         if self._running is not None or self._waiting is None:
             return
         path, self._waiting = self._waiting, None
@@ -273,7 +275,8 @@ class SaveGuard:
     def _report(self, verdicts: list[StepVerdict]) -> None:
         """Warn of errors, or raise them.
 
-        A background process that could not run says nothing about a save, so it only causes a warning.
+        A background process that could not run does not mean that the save is damaged, so it only causes a
+        warning.
         """
         errors = [verdict for verdict in verdicts if not verdict.ok]
         fatal: list[Finding] = []
@@ -290,7 +293,7 @@ def _find_rank(world: int | None) -> Rank:
     """Find the rank of this process from torch.distributed, or from its launcher.
 
     Raises:
-        FastshardError: ``FS515`` if the launcher does not say enough.
+        FastshardError: ``FS515`` if the launcher does not state enough.
     """
     # What a program has not imported, it has not initialised.
     distributed = sys.modules.get("torch.distributed")
@@ -352,12 +355,12 @@ def _read_findings(run: _Run) -> list[Finding]:
 
 
 def _could_not_run(verdict: StepVerdict) -> bool:
-    """Return True if no finding says that the checkpoint itself is broken or incomplete."""
+    """Return True if no finding reports that the checkpoint itself is broken or incomplete."""
     return exit_code(list(verdict.findings)) == 2
 
 
 def _describe(verdict: StepVerdict) -> str:
-    """Describe a save's first error, and the number of the others."""
+    """Describe a save's first error, and count the others."""
     errors = error_for(list(verdict.findings)).findings
     first, others = errors[0], sum(finding.severity == "error" for finding in errors) - 1
     more = f", and {counted(others, 'more error')}" if others else ""
@@ -371,7 +374,7 @@ def _of_step(finding: Finding, path: Path) -> Finding:
 
 
 def _warn(text: str) -> None:
-    """Issue a warning, and log it if the program has set up its log."""
+    """Issue a warning, and log it if the program has configured logging."""
     import logging
 
     warnings.warn(text, stacklevel=4)
@@ -380,7 +383,7 @@ def _warn(text: str) -> None:
         logger.warning("%s", text)
 
 
-#: The guard that :func:`before_training` has made in this process.
+#: The guard that :func:`before_training` created in this process.
 _current: SaveGuard | None = None
 
 
@@ -394,7 +397,8 @@ def before_training(
     on_failure: Literal["warn", "raise"] = "warn",
     threads: int | None = None,
 ) -> SaveGuard:
-    """Checks that all ranks see one storage in the folder of saves. All ranks call it before the first step.
+    """Checks that all ranks see the same storage in the folder of saves. All ranks must call it before the
+    first step.
 
     Args:
         folder: the folder in which checkpoints will be saved; created if it is missing.
@@ -407,7 +411,7 @@ def before_training(
         threads: threads of the background process; default: one for each core.
 
     Returns:
-        The guard, which :func:`after_save` uses in this process from now on.
+        The guard, which :func:`after_save` in this process then uses.
 
     Raises:
         FastshardError: ``FS522`` on each rank if one rank has a separate disk or does not appear.
@@ -420,10 +424,10 @@ def before_training(
 
 
 def after_save(path: StrPath) -> StepVerdict | None:
-    """Checks a complete save: by headers at once, by all data in the background; see :class:`SaveGuard`.
+    """Checks a complete save: its headers immediately, all data in the background; see :class:`SaveGuard`.
 
     Args:
-        path: the checkpoint, when all ranks have written it.
+        path: the checkpoint, after all ranks have written it.
 
     Returns:
         The result by headers; None on ranks other than 0.

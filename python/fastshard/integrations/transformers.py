@@ -20,10 +20,10 @@ __all__ = ["CheckpointGuard"]
 class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
     """A callback that checks storage before training, and then each save: ``Trainer(callbacks=[...])``.
 
-    The guard takes over ``save_total_limit`` for the training: the Trainer deletes old checkpoints before a
-    callback sees the new one. The guard deletes after the check, and keeps the last checkpoint that was fully
-    verified, those whose verification has not ended, the best and the newest one, even if these are more than
-    the limit. It does nothing in a search for hyperparameters.
+    The guard takes over ``save_total_limit`` during training, because the Trainer deletes old checkpoints
+    before a callback sees the new one. The guard deletes after the check. It keeps the last fully verified
+    checkpoint, checkpoints whose verification is still running, the best and the newest one, even if these
+    exceed the limit. It does nothing in a hyperparameter search.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
             like: a good checkpoint of the same model, with which the first save is compared.
             on_failure: ``"warn"`` issues a warning and logs it; ``"raise"`` raises FastshardError on rank 0.
             threads: threads of the background process; default: one for each core.
-            timeout: seconds that ranks wait for one another before the training; default 600.
-            wait: seconds to wait at the end of the training for each verification that has not ended. There
-                are at most two of them; other ranks that go on to a collective operation wait as long.
+            timeout: seconds that ranks wait for one another before training; default 600.
+            wait: seconds to wait at the end of training for each verification that is still running, at most
+                two. Other ranks that enter a collective operation wait as long.
         """
         self._options: dict[str, Any] = {"like": like, "on_failure": on_failure, "threads": threads}
         self._timeout, self._wait = timeout, wait
-        #: Arguments of the training whose limit the guard took over, and the limit.
+        #: The training arguments from which the guard took the limit, and the limit.
         self._args: Any = None
         self._limit: int | None = None
         #: The checkpoint that the training resumed from, if it is in the folder of saves.
@@ -56,7 +56,7 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         self.guard = SaveGuard(**self._options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks that all ranks see one storage, and takes over ``save_total_limit``.
+        """Checks that all ranks see the same storage, and takes over ``save_total_limit``.
 
         Raises:
             FastshardError: ``FS522`` on each rank if one rank has a separate disk or does not appear.
@@ -91,7 +91,7 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
         self._rotate(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Waits for verifications that have not ended, and gives ``save_total_limit`` back.
+        """Waits for running verifications, and restores ``save_total_limit``.
 
         Raises:
             FastshardError: for a checkpoint with an error, with ``on_failure="raise"``.
@@ -110,7 +110,7 @@ class CheckpointGuard(TrainerCallback):  # type: ignore[misc]
                 args.save_total_limit, self._limit = limit, None
 
     def _rotate(self, args: Any, state: Any) -> None:
-        """Delete the oldest checkpoints beyond the limit that nothing protects."""
+        """Delete the oldest unprotected checkpoints beyond the limit."""
         if self._limit is None or self._limit <= 0:
             return
         folder = Path(args.output_dir).absolute()
