@@ -20,16 +20,17 @@ from ..common.optional_imports import imported
 from . import ocdbt_index
 from .remote_ranges import RemoteStore
 
-#: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is
-#: decoded anew for every chunk otherwise. In bytes where no budget is stated, at least, and at most.
+#: Divisor of the memory budget for the cache of OCDBT index nodes, which each have thousands of keys and
+#: would otherwise be decoded again for every chunk. Then the size in bytes without a budget, the minimum and
+#: the maximum.
 _INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST = 16, 16 << 20, 4 << 20, 64 << 20
-#: Arrays that one store keeps open.
+#: Maximum number of arrays that a store keeps open.
 _OPEN = 64
 #: mallopt's parameters. source: malloc.h of glibc
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-#: Part of the memory budget up to which a chunk is taken from the heap, and freed memory at its end is kept;
-#: in bytes where no budget is stated, at least, and at most. source: glibc malloc.c,
-#: DEFAULT_MMAP_THRESHOLD_MAX
+#: Divisor of the memory budget for the size up to which a chunk is allocated on the heap, and freed memory at
+#: its end is kept. Then the size in bytes without a budget, the minimum and the maximum. source: glibc
+#: malloc.c, DEFAULT_MMAP_THRESHOLD_MAX
 _HEAP_PART, _HEAP, _LEAST, _MOST = 32, 8 << 20, 1 << 20, 32 << 20
 
 
@@ -37,14 +38,14 @@ class Box(NamedTuple):
     """A box of an array, and how the array is stored."""
 
     name: str
-    #: The key of the chunk that it lies in.
+    #: The key of the chunk that contains it.
     key: str
-    #: TensorStore's name of it: ``zarr`` or ``zarr3``.
+    #: TensorStore's driver: ``zarr`` or ``zarr3``.
     driver: str
     metadata: dict[str, Any]
-    #: As safetensors names it.
+    #: Dtype by its safetensors name.
     dtype: str
-    #: What is absent holds the fill value: the caller knows then that the chunk itself is there.
+    #: True to read missing data as the fill value; the caller then knows that the chunk itself exists.
     fills_missing: bool
     #: First index.
     lo: list[int]
@@ -70,7 +71,8 @@ def _first_process() -> int:
 
 
 def refuse_fork() -> None:
-    """Refuse a process that was forked from one that has used TensorStore, whose threads it lacks.
+    """Refuse a process that was forked from one that has used TensorStore, because it lacks TensorStore's
+    threads.
 
     Raises:
         FastshardError: ``FS514``; TensorStore would end the process by SIGABRT.
@@ -96,8 +98,8 @@ def _share(part: int, default: int, least: int, most: int) -> int:
 def _share_heap(threshold: int) -> None:
     """Make all threads allocate chunks up to a size from one heap.
 
-    A buffer is allocated for each chunk, on many threads. With a heap for each thread glibc keeps twice the
-    memory that is in use. With a mapping for each buffer the system faults every page in anew, which takes
+    A buffer is allocated for each chunk, on many threads. With a heap for each thread, glibc keeps twice the
+    memory that is in use. With a mapping for each buffer, the system faults in every page again, which takes
     half of a run's CPU time.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -110,7 +112,7 @@ def _share_heap(threshold: int) -> None:
 def new_context() -> Any:
     """Return the context that the stores of one checkpoint share.
 
-    It caches nodes of their indices and no chunks: the core keeps those that it needs.
+    It caches index nodes but no chunks, because the core keeps the chunks that it needs.
     """
     index = _share(_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST)
     return library().Context(
@@ -123,7 +125,7 @@ class Store:
 
     def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
         self._ts = library()
-        #: Its files, if they lie on another host's disk.
+        #: Its files, if they are on another host's disk.
         self.remote = RemoteStore(path, ocdbt=ocdbt) if _core.is_remote(path) else None
         self.label = label
         # TensorStore takes no path with `..` in it.
@@ -158,9 +160,10 @@ class Store:
             ) from None
 
     def placed(self, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
-        """Return keys of an OCDBT store whose values exist, and those whose values do not, with the reason.
+        """Return the keys of an OCDBT store whose values exist, and the keys of missing values with the
+        reason.
 
-        Only the index is read, no value.
+        The function reads only the index and no values.
 
         Args:
             sizes: files below the store's folder that may be read, with their sizes in bytes.

@@ -19,21 +19,22 @@ from ..common.regex import compile_when_used
 from .array_reader import library
 from .dtypes import ZARR2, ZARR3, fill
 
-#: What TensorStore says where the storage is full.
+#: TensorStore's errors for full storage.
 _NO_SPACE = compile_when_used(r"\b(ENOSPC|EDQUOT)\b")
-#: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.
+#: Maximum number of bytes that are being encoded or sent to the store at a time; each block waits for a
+#: commit.
 _UNDER_WAY = 16 << 20
-#: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.
+#: Values up to this many bytes are stored in the nodes of OCDBT's tree, as in Orbax.
 #: source: orbax/checkpoint/_src/serialization/ocdbt_utils.py, type_handlers.py
 _INLINE = 1024
-#: Bytes of a node of that tree: each commit writes those on its way anew, and blocks are committed as they
-#: come.
+#: Size of a node of that tree in bytes. Each commit rewrites the nodes on its path, and blocks are committed
+#: as they arrive.
 _NODE = 64 << 10
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array to write; ``dtype`` is safetensors' name, ``block`` the extent of a chunk."""
+    """An array to write; ``dtype`` is the safetensors name, ``block`` the shape of a chunk."""
 
     key: str
     dtype: str
@@ -52,7 +53,7 @@ class Array:
         return {f"{self.key}/{name}" for name in names}
 
     def metadata(self, zarr: int) -> dict[str, Any]:
-        """Return the array's metadata as Orbax writes it, so that every version of it reads the array.
+        """Return the array's metadata as Orbax writes it, so that every version of Orbax reads the array.
 
         source: orbax/checkpoint/_src/serialization/tensorstore_utils.py (ArrayWriteSpec); measured with
             0.12.8
@@ -89,7 +90,8 @@ class Array:
 
 
 class StoreWriter:
-    """A writer of one store, whose methods the core calls: :meth:`write` from several threads at a time.
+    """A writer of one store, whose methods the core calls; it calls :meth:`write` from several threads at a
+    time.
 
     :meth:`begin`, :meth:`write` and :meth:`finish` return None, or a JSON array of findings.
     """
@@ -106,7 +108,7 @@ class StoreWriter:
         self._context: Any = None
 
     def begin(self, folder: str, how: dict[str, Any], arrays: list[dict[str, Any]]) -> list[Finding] | None:
-        """Create the store in ``folder`` from scratch; what an interrupted run left there is removed."""
+        """Create the store in ``folder`` from scratch, and remove leftovers of an interrupted run."""
         # TensorStore takes no path with `..` in it.
         path = Path(folder).resolve()
         if path.exists():
@@ -159,9 +161,9 @@ class StoreWriter:
         }
 
     def take_spare(self, size: int) -> bytearray | mmap.mmap | None:
-        """Return a buffer of ``size`` bytes that was written before, if any: fresh memory is expensive.
+        """Return a used buffer of ``size`` bytes, if any, because fresh memory is expensive.
 
-        TensorStore may still refer to it: the core takes it only if nothing does.
+        TensorStore may still refer to it; the core uses it only if nothing does.
         """
         with self._lock:
             for number, spare in enumerate(self._spare):
@@ -174,7 +176,8 @@ class StoreWriter:
     def write(
         self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap
     ) -> list[Finding] | None:
-        """Store the block at ``index``; ``data`` has its elements in C order and must not change any more."""
+        """Store the block at ``index``; ``data`` has its elements in C order and must not change
+        afterwards."""
         return self._catch_findings(lambda: self._write(key, index, shape, data))
 
     def _write(self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap) -> None:
@@ -221,7 +224,7 @@ class StoreWriter:
                 )
 
     def abort(self) -> None:
-        """Wait for pending writes, whatever their result: the store will be removed."""
+        """Wait for pending writes and ignore their results, because the store will be removed."""
         while self._under_way:
             with contextlib.suppress(Exception):
                 self._under_way.popleft()[1].result()

@@ -9,7 +9,7 @@ __all__ = ["ARRAY_DTYPES", "WIDER", "ZARR2", "ZARR3", "fill"]
 #: zarr v3's data_type, by safetensors' name: numpy's, or ml_dtypes'.
 #: source: zarr specs, core v3; TensorStore's zarr3 driver for bfloat16 and 8-bit floats; measured with 0.1.86
 ZARR3 = NUMPY_NAMES | ML_DTYPES_NAMES
-#: zarr v2's dtype; ml_dtypes' names are TensorStore's own words. source: tensorstore driver/zarr/dtype.cc
+#: zarr v2's dtype; ml_dtypes' names are extensions of TensorStore. source: tensorstore driver/zarr/dtype.cc
 ZARR2 = ML_DTYPES_NAMES | {
     "BOOL": "|b1",
     "I8": "|i1",
@@ -28,8 +28,9 @@ ZARR2 = ML_DTYPES_NAMES | {
 }
 #: Dtypes that arrays may have.
 ARRAY_DTYPES = tuple(ZARR3)
-#: What else arrays may have, in a byte for each element and in zarr v2 and v3 by the same name: the smallest
-#: of safetensors' dtypes that has all its values. source: tensorstore's data types; measured with 0.1.86
+#: Other dtypes of arrays, with one byte per element and the same name in zarr v2 and v3, mapped to the
+#: smallest safetensors dtype that has all their values. source: tensorstore's data types; measured with
+#: 0.1.86
 WIDER = {
     "int2": "I8",
     "int4": "I8",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-#: Bounds: far above the index of a run of thousands of processes.
+#: Limits far above the size of an index for a run of thousands of processes.
 MAX_NODES = 1 << 18
 MAX_KEYS = 1 << 22
-#: Bytes of a node at most. source: tensorstore ocdbt/config.h, kMaxMaxDecodedNodeBytes
+#: Maximum size of a node in bytes. source: tensorstore ocdbt/config.h, kMaxMaxDecodedNodeBytes
 _MAX_NODE = 256 << 20
 
 #: Path of a file relative to the database, offset and length in bytes.
@@ -36,8 +36,8 @@ def walk(
         bring: called with the place of each node before it is read.
 
     Raises:
-        ValueError: for an index that is malformed, leads to files that may not be read, or is larger than any
-            run's.
+        ValueError: for an index that is malformed, refers to files that may not be read, or is larger than
+            that of any run.
     """
     store = library.KvStore.open(base).result()
     versions = library.ocdbt.dump(store).result().get("versions")
@@ -90,7 +90,7 @@ def unreadable(place: Place, sizes: Mapping[str, int]) -> str | None:
 
 
 def _location(text: str) -> tuple[str, Place]:
-    """Parse kind and place of ``kind:base:relative:offset:length`` (names percent-encoded)."""
+    """Parse kind and place from ``kind:base:relative:offset:length`` (names are percent-encoded)."""
     parts = text.split(":")
     if len(parts) != 5:
         raise ValueError(f"no place: {text[:200]}")

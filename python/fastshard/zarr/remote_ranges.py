@@ -1,5 +1,4 @@
-"""Stores on other hosts' disks, brought here by range while TensorStore reads placeholder files with
-holes."""
+"""Stores on other hosts' disks: ranges are fetched into sparse placeholder files, which TensorStore reads."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from ..common.errors import from_core
 from ..common.records import dataclass, field
 from .ocdbt_index import Place
 
-#: What an OCDBT database's manifests are called. source: tensorstore/kvstore/ocdbt/index.rst
+#: Prefix of the names of an OCDBT database's manifests. source: tensorstore/kvstore/ocdbt/index.rst
 _MANIFEST = "manifest"
-#: Ranges that are kept though nobody reads them: a shard is read once for each of its parts.
+#: Number of unused ranges to keep, because a shard is read once for each of its parts.
 _KEPT = 8
 
 #: File, first byte, one past the last.
@@ -26,7 +25,7 @@ Range = tuple[Path, int, int]
 
 @dataclass
 class _Brought:
-    """A range that is being read, or was the last one read."""
+    """A fetched range that is being read, or was read recently."""
 
     readers: int = 0
     here: bool = False
@@ -35,17 +34,17 @@ class _Brought:
 
 # Stores that are opened twice, or lie in one another, share files.
 _ranges: dict[Range, _Brought] = {}
-#: Those of them that nobody reads, the oldest first.
+#: Unused ranges, the oldest first.
 _idle: OrderedDict[Range, None] = OrderedDict()
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def fetch_range(wanted: Range) -> Iterator[None]:
-    """Bring a range to this host, and keep it here while it is read.
+    """Fetch a range to this host, and keep it here while it is read.
 
     Raises:
-        FastshardError: if it cannot be brought.
+        FastshardError: if it cannot be fetched.
     """
     with _lock:
         brought = _ranges.setdefault(wanted, _Brought())
@@ -71,7 +70,7 @@ def fetch_range(wanted: Range) -> Iterator[None]:
 
 
 def forget(folder: Path) -> None:
-    """Forget the ranges that were brought into files below a folder, which is about to be removed."""
+    """Forget the ranges that were fetched into files below a folder that is about to be removed."""
     with _lock:
         for wanted in [w for w in _ranges if w[0].is_relative_to(folder)]:
             del _ranges[wanted]
@@ -88,7 +87,7 @@ def _bring(wanted: Range) -> None:
 class RemoteStore:
     """The files of a store on another host's disk.
 
-    Only ranges that were brought may be read: all others are zeros.
+    Only fetched ranges may be read; all others are zeros.
     """
 
     def __init__(self, folder: Path, *, ocdbt: bool) -> None:
@@ -104,10 +103,10 @@ class RemoteStore:
         return os.stat(self._folder / name).st_size  # noqa: PTH116 - once for every chunk
 
     def bring(self, place: Place) -> None:
-        """Bring a range to this host and keep it.
+        """Fetch a range to this host and keep it.
 
         Raises:
-            FastshardError: if the range cannot be brought.
+            FastshardError: if the range cannot be fetched.
         """
         _bring(self._range(place))
 
@@ -130,7 +129,7 @@ class RemoteStore:
         """Fetch the value of a key, and keep it here while it is read.
 
         Raises:
-            FastshardError: if the value cannot be brought.
+            FastshardError: if the value cannot be fetched.
         """
         wanted = self.range_of(key)
         return fetch_range(wanted) if wanted else contextlib.nullcontext()
