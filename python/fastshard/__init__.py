@@ -1,5 +1,4 @@
-"""fastshard: turns the shards that large-model training leaves behind into a checkpoint that is provably
-complete.
+"""fastshard: merges the shards of a large-model training run into a checkpoint that is provably complete.
 
 >>> import fastshard
 >>> from fastshard import examples
@@ -122,8 +121,8 @@ __all__ = [
     "verify",
 ]
 
-#: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for
-#: no other.
+#: The module that defines each name. It is imported when the name is first used, so that a script imports
+#: only the modules that it needs.
 _HOMES = {
     "verification.attest": ("attest",),
     "checkpoint.checkpoint": ("Checkpoint",),
@@ -167,7 +166,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}
 
 
-#: Names that are no part of what `__all__` promises: the core, and its version.
+#: Names that are not in `__all__`: the core, and its version.
 _CORE = {"_core": "_core", "__version__": "_core"}
 
 

@@ -10,7 +10,7 @@ from errno import ENOMEM
 
 
 def _end(number: int, frame: object) -> None:
-    """End the process without a message: nothing has begun before the command line handles signals."""
+    """End the process without a message, because no work starts before the command line handles signals."""
     os._exit(128 + number)
 
 
@@ -21,7 +21,7 @@ for _number in (SIGINT, SIGTERM):
 
 
 def _is_of_memory(error: Exception) -> bool:
-    """Return True if memory is too small for the program; for a module, only the loader's words show it."""
+    """Return True if the program ran out of memory; for a module, only the loader's message shows it."""
     words = ("failed to map segment", "annot allocate memory", "cannot map zero-fill pages")
     return (
         isinstance(error, MemoryError)
@@ -44,7 +44,7 @@ def _print_version() -> bool:
 
 
 def main() -> int:
-    """Run the command line and return its exit code: 2 also if memory is too small for the program."""
+    """Run the command line and return its exit code, which is also 2 if the program runs out of memory."""
     # What imports and the reading of names make is no garbage: looking for some among it takes a fifth of a
     # short run.
     gc.set_threshold(100_000, 20, 20)

@@ -1,4 +1,4 @@
-"""Findings, and the only tree of exceptions."""
+"""Findings, and the exception hierarchy."""
 
 # The public path: what it is lies in fastshard.common.errors.
 from .common.errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError

@@ -1,7 +1,7 @@
 """Small checkpoints to try commands on: ``python -m fastshard.examples gpt_neox run --to gpt_neox --tp 2``.
 
-The weights are random, the same in every run, and of no other use. OUT then holds what a training run or a
-publisher leaves, without a manifest.
+The weights are random but the same in every run. OUT then contains the files of a training run or of a
+published model, without a manifest.
 """
 
 # The public path; the code is in fastshard.conversion.examples.

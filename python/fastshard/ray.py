@@ -1,5 +1,5 @@
-"""A split run (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: it is begun
-and committed here, and its parts are written on the cluster's nodes.
+"""A split run (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are Ray tasks. This process
+starts and commits the run; the cluster's nodes write the parts.
 
 Ray is imported only when it is needed.
 """

@@ -1,4 +1,4 @@
-"""Checks that an adapter owes its users, for the tests of a package that registers one.
+"""Checks that every adapter must pass, for the tests of a package that registers one.
 
 >>> from fastshard import examples, testing
 >>> examples.make("llama", "run", to="megatron:legacy", tp=2)
@@ -32,7 +32,7 @@ __all__ = [
     "restore_content",
 ]
 
-#: Damages of a file, by name: functions of its content.
+#: Kinds of damage to a file, by name: each is a function of the file's content.
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[: len(content) * 3 // 5],
     "empty": lambda content: b"",
@@ -41,7 +41,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def list_adapters(checkpoint: StrPath) -> list[str]:
-    """Lists the adapters that find or refuse a checkpoint, in the order in which they are asked.
+    """Lists the adapters that recognise or refuse a checkpoint, in the order in which they are tried.
 
     Args:
         checkpoint: the directory of a checkpoint.
@@ -62,7 +62,7 @@ def find_needed_files(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[Pa
 
     Args:
         checkpoint: the directory of a checkpoint.
-        spare: glob patterns of names of files that a merge does without.
+        spare: glob patterns of names of files that a merge does not need.
     """
     patterns = tuple(spare)
     files = [
@@ -74,9 +74,9 @@ def find_needed_files(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[Pa
 
 
 def list_silent_damages(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[str]:
-    """Lists the damages of needed files that ``fastshard verify`` does not name, a line each.
+    """Lists the damage to needed files that ``fastshard verify`` does not report, one line each.
 
-    Each file is lost, cut, emptied and filled with zeros, one after another, in a copy of the checkpoint.
+    In a copy of the checkpoint, the function deletes, truncates, empties and zero-fills each file in turn.
 
     Args:
         checkpoint: the directory of a checkpoint without errors.
@@ -100,7 +100,7 @@ def list_silent_damages(checkpoint: StrPath, spare: Iterable[str] = ()) -> list[
 
 
 def check_adapter(checkpoint: StrPath, name: str, spare: Iterable[str] = ()) -> None:
-    """Checks an adapter with a checkpoint: it is the first that finds it, and damage is named.
+    """Checks that an adapter is the first to recognise a checkpoint, and that damage is reported.
 
     Args:
         checkpoint: the directory of a checkpoint without errors.
@@ -108,7 +108,7 @@ def check_adapter(checkpoint: StrPath, name: str, spare: Iterable[str] = ()) -> 
         spare: as for :func:`find_needed_files`.
 
     Raises:
-        AssertionError: with each promise that the adapter does not keep.
+        AssertionError: with each check that the adapter fails.
     """
     broken = []
     found = list_adapters(checkpoint)
@@ -136,7 +136,7 @@ def _names(finding: Finding, path: Path) -> bool:
 
 @contextmanager
 def restore_content(path: Path) -> Iterator[bytes]:
-    """Gives a file's content, and writes it back in the end."""
+    """Yields a file's content, and restores it at the end."""
     content = path.read_bytes()
     try:
         yield content
