@@ -1,5 +1,5 @@
-"""Records of downloads from the Hugging Face Hub: the cache and ``--local-dir`` keep the digests of files, so
-that files are checked offline.
+"""Records of downloads from the Hugging Face Hub. The cache and ``--local-dir`` keep digests, so that files
+can be checked offline.
 
 source: huggingface_hub file_download.py (blobs named by their etag), _local_folder.py (metadata of
     ``local_dir``)
@@ -24,9 +24,9 @@ from .thread_pools import stoppable_pool
 
 __all__ = ["Record", "compared", "explain_missing", "records", "unfinished"]
 
-#: Of a file in LFS its SHA-256, of another the SHA-1 of its git blob. Other etags say nothing.
+#: SHA-256 of a file in LFS, or SHA-1 of the git blob of another file. Other etags are not digests.
 _DIGEST = compile_when_used(r"[0-9a-f]{64}|[0-9a-f]{40}")
-#: Where ``--local-dir`` keeps its records.
+#: The folder in which ``--local-dir`` keeps its records.
 _LOCAL = Path(".cache", "huggingface", "download")
 _FINISH = "finish the download"
 _UNFINISHED = ".incomplete"
@@ -35,18 +35,18 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Record:
-    """A file's digest as the hub stated it when the file was downloaded."""
+    """A file's digest from the Hub, as recorded at the download."""
 
-    #: The file, as messages name it, and where it is.
+    #: The file's name in messages, and its path.
     name: str
     path: Path
     #: SHA-256, or SHA-1 of the git blob, by its length.
     digest: str
     #: The command that downloads it again.
     again: str
-    #: What is to be taken away by those who changed the file on purpose.
+    #: The record that users must remove if they changed the file on purpose.
     kept_in: Path | None = None
-    #: True if the file has been written since its record was.
+    #: True if the file was modified after its record.
     written_since: bool = False
 
     @property
@@ -159,7 +159,7 @@ def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
 
 
 def _in_cache(path: Path, name: str) -> Record | None:
-    """Return the record of a file in the hub's cache, where the file links to a blob named by its hash."""
+    """Return the record of a file in the Hub's cache, which links to a blob named by its hash."""
     blob = Path(os.path.realpath(path))
     if blob.parent.name != "blobs" or not _DIGEST.fullmatch(blob.name):
         return None
