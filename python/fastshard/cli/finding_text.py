@@ -1,5 +1,5 @@
-"""Formatting of a finding for the terminal: what is wrong, then where, what was found, what follows, and what
-to do.
+"""Formatting of a finding for the terminal: the message, then the place, the values found, the effect, and
+the advice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .styles import Paint, plain
 
 __all__ = ["help_of", "lines"]
 
-#: Columns of the labels.
+#: Width of the labels in columns.
 _INDENT = 12
-#: Names that are listed without -v.
+#: Maximum number of names to list without -v.
 _NAMED = 3
-#: Sizes and hashes, as findings state them.
+#: Sizes and hashes in findings.
 _SIZE = compile_when_used(r"\b(\d{4,18}) bytes\b")
 _HASH = compile_when_used(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 _STYLES = {"error": "bad", "warning": "warn", "note": "note"}
@@ -36,7 +36,7 @@ def lines(
     wraps: bool = False,
     paint: Paint = plain,
 ) -> list[str]:
-    """Format one finding, or several with the same message about different tensors, as lines.
+    """Format one finding as lines, or several with the same message about different tensors.
 
     Args:
         alike: the findings, of one code, severity and message.
@@ -132,7 +132,7 @@ def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:
 
 
 def _labelled(label: str, texts: Sequence[str], width: int, paint: Paint) -> list[str]:
-    """Place texts below each other, the first after a label."""
+    """Put texts on separate lines, the first after a label."""
     lines = [
         line
         for number, text in enumerate(texts)

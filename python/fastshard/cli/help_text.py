@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .verb import Verb
     from .verbs import Verbs
 
-#: What a command ends with, and what that means.
+#: Exit codes and their meanings.
 EXIT_CODES = (
     ("0", "done (warnings are listed)"),
     (
@@ -34,14 +34,14 @@ EXIT_NOTE = (
 )
 SEE_ALSO = "`fastshard explain CODE` says what a finding means and what to do."
 SUMMARY = "merge, convert and verify the shards of large-model checkpoints"
-#: What a newcomer tries first.
+#: Examples for new users.
 _EXAMPLES = ("fastshard verify run", "fastshard convert run model --to hf")
-#: Columns of names and flags, and of a page.
+#: Widths in columns of names and flags, and of a page.
 _NAMES, _WIDTH = 18, 80
 
 
 def overview(verbs: Verbs) -> str:
-    """List all commands, a line each, under their headings."""
+    """List all commands under their headings, one per line."""
     lines = [f"fastshard {_core.__version__}: {SUMMARY}", "", "Usage: fastshard COMMAND [OPTIONS]", ""]
     for title, names in verbs.groups.items():
         lines += [title, *(f"  {name:<14}  {verbs[name].help}" for name in names), ""]
@@ -66,7 +66,7 @@ def usage(parser: argparse.ArgumentParser, prog: str) -> str:
 
 
 def short(parser: argparse.ArgumentParser, verb: Verb) -> str:
-    """Return the short help of a command: what most people need."""
+    """Return the short help of a command, with the most common options."""
     lines = [*_wrapped(_first_sentence(parser)), "", f"Usage: {parser.usage}", ""]
     shown = [
         action for action in _shown(parser._actions) if not action.option_strings or _is_required(action)

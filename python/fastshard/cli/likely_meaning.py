@@ -1,4 +1,4 @@
-"""The command that a command line which cannot be parsed probably means."""
+"""The probable meaning of a command line that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-#: Verbs of other tools, each with the verb that does it here.
+#: Verbs of other tools, with the corresponding verb of fastshard.
 _VERBS: Mapping[str, str] = {
     "check": "verify",
     "validate": "verify",
@@ -42,23 +42,23 @@ _VERBS: Mapping[str, str] = {
     "piece": "copy-local",
     "run-part": "make-part",
 }
-#: Flags with which other tools take the destination.
+#: Flags of other tools for the destination.
 _OUT_FLAGS = ("-o", "--out", "--output", "--output-dir", "--out-dir", "--dest")
 
 
 def find_verb(word: str, verbs: Collection[str]) -> str | None:
-    """Return the verb for a word that is the verb of other tools."""
+    """Return the verb that corresponds to another tool's verb."""
     verb = _VERBS.get(word.lower())
     return verb if verb in verbs else None
 
 
 def is_path(word: str) -> bool:
-    """Return True for a word that stands for a checkpoint: a path that exists, or an address."""
+    """Return True for a word that denotes a checkpoint: an existing path, or an address."""
     return os.path.exists(word) or "://" in word  # noqa: PTH110 - of all commands only this needs it
 
 
 def with_verb(verb: str, argv: Sequence[str], *, replaces: bool) -> str:
-    """Return the command line with a verb, in the place of the first word or before it."""
+    """Return the command line with a verb, which replaces or precedes the first word."""
     return shlex.join(["fastshard", verb, *argv[1 if replaces else 0 :]])
 
 

@@ -1,6 +1,6 @@
 """``fastshard COMMAND ...``: parses the command line and runs the command.
 
-The modules that a run needs are only imported for a run: ``--version`` does not wait for them.
+Modules for running commands are imported only for a run, so that ``--version`` does not wait for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .verbs import VERBS, Verbs
 
 
 def main(argv: Sequence[str] | None = None, verbs: Verbs = VERBS) -> int:
-    """Run the command line and return its exit code; without ``argv``, the process ends after it."""
+    """Run the command line and return its exit code; without ``argv``, the process then exits."""
     prepare()
     with Stopping(last=argv is None) as stopping:
         words = sys.argv[1:] if argv is None else argv

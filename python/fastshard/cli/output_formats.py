@@ -23,15 +23,15 @@ from .render import printable, shown
 if TYPE_CHECKING:
     from xml.etree import ElementTree
 
-#: The documentation's page of each code, below this address.
+#: Base address of the documentation pages of codes.
 _PAGES = "https://fastshard.github.io/fastshard/reference/findings/"
 FORMATS = ("text", "json", "github", "sarif", "junit")
-#: SARIF's and GitHub's words for severities.
+#: Severities in SARIF and GitHub annotations.
 _LEVELS = {"error": "error", "warning": "warning", "note": "note"}
 _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
-#: What findings are about, by how their codes begin.
+#: Subjects of findings, by the prefix of their codes.
 _KINDS = {
     "completeness": "FS1",
     "layout": "FS2",
@@ -55,13 +55,13 @@ class RunReport:
     document: dict[str, Any] = field(default_factory=dict)
     #: True if a result was written; None for a command that writes none.
     written: bool | None = None
-    #: What it came to, in a word.
+    #: The verdict, in a word.
     verdict: str = ""
-    #: What could not be checked of this checkpoint.
+    #: Checks that could not be made for this checkpoint.
     not_checked: Sequence[str] = ()
-    #: The same, with what to do about it, for a document; None for a command that does not say.
+    #: The same with advice, for a document; None for a command that does not report it.
     not_checked_with_advice: Sequence[str] | None = None
-    #: Time that the run took.
+    #: Duration of the run.
     seconds: float = 0.0
     verbose: int = 0
     quiet: int = 0
@@ -93,7 +93,7 @@ def as_json(report: RunReport) -> str:
 
 
 def _numbers(value: Any) -> Any:
-    """Replace NaN and infinities in a value by null: JSON has neither."""
+    """Replace NaN and infinities in a value by null, because JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -169,7 +169,7 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
 
 
 def as_junit(report: RunReport) -> str:
-    """Format JUnit XML: a test for each kind of finding, always the same ones, and one for the run."""
+    """Format JUnit XML: a fixed list of tests, one for each kind of finding, and one for the run."""
     from xml.etree import ElementTree as tree
 
     name = f"fastshard {report.command or ''}".strip()
@@ -231,7 +231,8 @@ def as_annotations(report: RunReport) -> str:
 
 
 def without_commands(text: str) -> str:
-    """Protect text for GitHub's log from commands in it: a tensor may be named ``::add-path::``."""
+    """Neutralise workflow commands in text for GitHub's log, because a tensor may be named
+    ``::add-path::``."""
     import secrets
 
     token = secrets.token_hex(16)
@@ -280,5 +281,5 @@ def _cell(text: str) -> str:
     return f"<code>{escape(printable(text)).replace('|', '&#124;')}</code>" if text else ""
 
 
-#: Formats whose one document takes stdout.
+#: Formats that write a single document to stdout.
 DOCUMENTS: dict[str, Callable[[RunReport], str]] = {"json": as_json, "sarif": as_sarif, "junit": as_junit}

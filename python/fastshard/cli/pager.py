@@ -1,4 +1,4 @@
-"""Output of texts that are longer than the screen, through the user's pager."""
+"""Output of long texts through the user's pager."""
 
 from __future__ import annotations
 

@@ -32,17 +32,18 @@ class UsageError(Exception):
     def __init__(self, parser: argparse.ArgumentParser, message: str, run: str | None = None) -> None:
         super().__init__(message)
         self.parser = parser
-        #: The command that is probably meant.
+        #: The command that the user probably meant.
         self.run = run
 
     @property
     def lists(self) -> str:
-        """The help that lists commands or options, for messages."""
+        """The help command that lists commands or options, for messages."""
         return "all commands" if self.parser.prog == "fastshard" else "all options"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width of the terminal; those with indented lines, such as examples, stay."""
+    """A formatter that wraps paragraphs to the terminal's width, and keeps those with indented lines, such as
+    examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
@@ -54,7 +55,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    #: Columns of what argparse formats to check each argument that is added; None for those of the terminal.
+    #: Width for argparse's own formatting when it checks added arguments; None for the width of the terminal.
     columns: int | None = 80
 
     def _get_formatter(self) -> argparse.HelpFormatter:
@@ -62,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
         return formatter(prog=self.prog, width=self.columns)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error instead of printing it: the output may have to be JSON."""
+        """Raise the error instead of printing it, because the output may have to be JSON."""
         # argparse lists the choices and leaves the near one to be found.
         wrong = re.match(r"argument [^:]*: invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
@@ -80,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
-    """Parse a command line; paths may stand before, between and after the flags.
+    """Parse a command line; paths may be before, between and after the flags.
 
     Raises:
         UsageError: if it cannot be parsed.
@@ -126,7 +127,7 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
 
 
 def _explain_no_command(word: str, argv: Sequence[str], verbs: Verbs) -> UsageError:
-    """Make the error for a first word that is no command, with the command that is probably meant."""
+    """Make the error for an unknown command, with a suggestion."""
     from ..common.near_words import nearest
 
     names = [verb for group in verbs.groups.values() for verb in group]
@@ -156,7 +157,7 @@ def takes(verb: Verb, option: str, verbs: Verbs = VERBS) -> bool:
 
 
 def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
-    """Suggest what an unknown flag may stand for."""
+    """Suggest a replacement for an unknown flag."""
     from ..common.near_words import meant
 
     flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
@@ -183,7 +184,7 @@ def flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argparse.ArgumentParser:
-    """Build the parser of commands; only of those in ``needed`` if given."""
+    """Build the parser of commands, or only of those in ``needed``."""
     parser = _Parser(
         prog="fastshard", description=f"{SUMMARY.capitalize()}.", add_help=False, allow_abbrev=False
     )

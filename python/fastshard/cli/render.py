@@ -32,18 +32,18 @@ __all__ = [
     "tree",
 ]
 
-#: Columns that a line of a finding has at most.
+#: Maximum width of a line of a finding, in columns.
 _WIDEST = 100
-#: Findings that say the same.
+#: Findings with the same message.
 Group = list["Finding"]
-#: Groups of one code printed before the rest is counted.
+#: Maximum number of groups of one code to print; the others are counted.
 _SHOWN = 20
 
 
 def shown(
     findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0
 ) -> tuple[list[Finding], dict[str, int]]:
-    """Return findings for people, errors first, and the number of hidden ones by code."""
+    """Return the findings to print, errors first, and the number of hidden ones by code."""
     chosen = _for_people(findings, verbose, quiet)
     if verbose:
         return chosen, {}
@@ -59,7 +59,7 @@ def print_findings(
     file: TextIO | None = None,
     paint: Paint = plain,
 ) -> None:
-    """Print findings, errors first, on ``file`` or stderr; print advice that several share only once."""
+    """Print findings, errors first, on ``file`` or stderr; print shared advice only once."""
     if not findings:
         return
     file = file or sys.stderr
@@ -139,8 +139,8 @@ def table(
     Args:
         rows: the cells, of the header first.
         indent: text before each row.
-        right: headers of columns that are aligned at the right.
-        drop: headers of columns that are left out where the terminal is too narrow, the first ones first.
+        right: headers of right-aligned columns.
+        drop: headers of columns to omit if the terminal is too narrow, in this order.
     """
     rows = [tuple(printable(cell) for cell in row) for row in rows]
     if not rows:
@@ -163,7 +163,7 @@ def _column_widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
 def _fit_columns(
     rows: Sequence[tuple[str, ...]], width: int, drop: Sequence[str]
 ) -> Sequence[tuple[str, ...]]:
-    """Leave out columns until the rows fit into a width, or none of those may be left out any more."""
+    """Omit columns until the rows fit into a width, or no more columns may be omitted."""
     for title in drop:
         widths = _column_widths(rows)
         if sum(widths) + 2 * (len(widths) - 1) <= width:
@@ -175,14 +175,14 @@ def _fit_columns(
 
 
 def _columns() -> int:
-    """Return the columns of the terminal; 80 without one."""
+    """Return the width of the terminal in columns; 80 without one."""
     import shutil
 
     return shutil.get_terminal_size().columns
 
 
 def fields(rows: Sequence[tuple[str, str]]) -> str:
-    """Format values after their names; in a terminal, long values continue below."""
+    """Format values after their names; in a terminal, long values wrap."""
     if not sys.stdout.isatty():
         return table(rows, indent="")
     label = max((len(name) for name, _ in rows), default=0) + 2
@@ -200,14 +200,14 @@ def fields(rows: Sequence[tuple[str, str]]) -> str:
     )
 
 
-#: A line, and those below it.
+#: A line, and its children.
 Tree = tuple[str, "Sequence[Tree]"]
 
 
 def tree(root: Tree, *, wraps: bool = False) -> str:
-    """Format a tree as lines; in ASCII if the terminal's encoding requires it.
+    """Format a tree as lines, in ASCII if the terminal's encoding requires it.
 
-    If ``wraps`` is true, lines wider than the terminal continue below, and are wrapped between words.
+    If ``wraps`` is true, lines wider than the terminal are wrapped between words.
     """
     joint, last, through = ("├─ ", "└─ ", "│  ") if encodable("├└│") else ("|- ", "`- ", "|  ")
     width = _columns()

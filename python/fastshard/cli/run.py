@@ -26,13 +26,13 @@ from .verb import Result, Verb
 from .verbs import Verbs
 from .verdict import in_a_word, subject, verdict
 
-#: Bytes from which a rate says something.
+#: Minimum number of bytes for a meaningful rate.
 _WORTH_A_RATE = 100_000_000
-#: Lines of what was not checked that are printed without -v.
+#: Maximum number of lines about missing checks without -v.
 _UNCHECKED = 2
-#: Exit codes that say something of a checkpoint.
+#: Exit codes that describe a checkpoint.
 _FOUND = (1, 3)
-#: The end of a repository's name in the address of one commit.
+#: The address of a repository at a commit.
 _AT_COMMIT = compile_when_used(r"^hf://[^@]+@[0-9a-f]{40}(/|$)")
 
 
@@ -55,7 +55,7 @@ def _count_requests(before: tuple[int, int]) -> dict[str, int]:
 
 
 class Run:
-    """One run of a command, and the way in which it is reported."""
+    """One run of a command, and its report."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Run:
         return [self._not_out(f) for f in error.findings], self._code(error.exit_code)
 
     def _not_out(self, finding: Finding) -> Finding:
-        """Change the help of a finding about the last path, which may be meant as OUT.
+        """Change the help of a finding about the last path, if the user may have meant it as OUT.
 
         This concerns commands without OUT. Other findings stay unchanged.
         """
@@ -137,7 +137,7 @@ class Run:
         return 0 if code in _FOUND and getattr(self._arguments, "exit_zero", False) else code
 
     def stopped(self, error: KeyboardInterrupt) -> int:
-        """Report what remains of a run that a signal stopped, and return its exit code."""
+        """Report the leftovers of a run that a signal stopped, and return its exit code."""
         code = 128 + getattr(error, "number", signal.SIGINT)
         findings: list[Finding] = getattr(error, "findings", [])
         if not findings and self._destination is not None:
@@ -269,7 +269,7 @@ class Run:
             self._streams.lost = f"{render.printable(path)} cannot be written to: {error.strerror}"
 
     def _text(self, result: Result | None, report: output_formats.RunReport) -> str | None:
-        """Return the result for people; None if there is none, or if it is not to be printed."""
+        """Return the result as text; None if there is none, or if it must not be printed."""
         verb = self._verb
         if not result or not result.text or (report.quiet and verb and verb.silent and not result.product):
             return None
@@ -278,7 +278,7 @@ class Run:
         return "\n".join([*map(render.printable, steps), render.printable(result.text, keep="\n")])
 
     def _as_text(self, result: Result | None, report: output_formats.RunReport, ending: str) -> None:
-        """Print the result, findings and the verdict; all on stdout for a verb whose output they are."""
+        """Print the result, findings and the verdict; all on stdout if they are the verb's output."""
         verb, text = self._verb, self._text(result, report)
         if text is not None:
             say = pager.show if result and result.paged else print
@@ -322,7 +322,7 @@ class Run:
         return finding.replace(run=[command_of(run, self._taking(run, paths), paths) for run in useful])
 
     def _taking(self, run: str, paths: list[str]) -> list[str]:
-        """Return the words of the command that takes a help's option.
+        """Return the words of a command that has the option in a help text.
 
         This is the user's command, or the first verb that has the option.
         """
@@ -333,11 +333,11 @@ class Run:
         return ["fastshard", verb, *paths, *(["OUT"] if verb != "verify" else [])]
 
     def _takes(self, run: str) -> bool:
-        """Return True if a help is a full command, or an option of the current command."""
+        """Return True if a help text is a full command, or an option of the current command."""
         return not run.startswith("-") or hasattr(self._arguments, _named(run))
 
     def _is_given(self, run: str) -> bool:
-        """Return True if the command already has the option of a help."""
+        """Return True if the command line already has the option in a help text."""
         given, value = getattr(self._arguments, _named(run), None), run.partition(" ")[2]
         if isinstance(given, (list, tuple, frozenset)):
             return value in map(str, given)
@@ -346,7 +346,7 @@ class Run:
 
     @property
     def _is_watched(self) -> bool:
-        """True if somebody sees the progress of the run."""
+        """True if the progress of the run is visible to a user."""
         return sys.stderr.isatty() and getattr(self._arguments, "progress", "none") != "none"
 
     def _figures(self, result: Result | None) -> str:
@@ -363,7 +363,7 @@ class Run:
     def _list_unchecked(
         self, result: Result | None, findings: Sequence[Finding], *, with_advice: bool = False
     ) -> Sequence[str] | None:
-        """List what could not be checked of this checkpoint; None for a command that does not say."""
+        """List the checks that could not be made; None for a command that does not report them."""
         if result is None or self._verb is None or not self._verb.tells_unchecked:
             return None
         if with_advice and result.unchecked_with_advice is not None:

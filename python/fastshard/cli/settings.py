@@ -1,9 +1,9 @@
-"""Settings of a project: which findings count as errors, from ``fastshard.toml`` or ``[tool.fastshard]`` in a
-pyproject.toml.
+"""Settings of a project, which decide which findings count as errors: from ``fastshard.toml``, or
+``[tool.fastshard]`` in a pyproject.toml.
 
-Settings state what counts, and nothing else: no path, no program. They are read from the working directory or
-a folder above it, up to the root of its repository, and never from a checkpoint or a result, whose author
-must not judge it.
+Settings contain no paths or programs. They are read from the working directory or a folder above it, up to
+the root of its repository. They are never read from a checkpoint or a result, whose author must not decide
+how it is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..common.thread_counts import MAX_THREADS
 
 __all__ = ["apply", "apply_environment", "checked", "find"]
 
-#: Bytes that such a file has at most.
+#: Maximum size of a settings file in bytes.
 _LARGEST = 1 << 20
 _NAMES = ("fastshard.toml", "pyproject.toml")
 
@@ -72,7 +72,7 @@ def checked(path: Path, section: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-#: Environment variables that state options of a machine, for command lines that do not.
+#: Environment variables with default options for a machine.
 ENVIRONMENT = {
     "memory": "FASTSHARD_MEMORY",
     "threads": "FASTSHARD_THREADS",
@@ -82,10 +82,10 @@ _PROGRESS = ("auto", "plain", "none")
 
 
 def apply_environment(arguments: Namespace) -> None:
-    """Add the options that environment variables state; those of the command line take precedence.
+    """Add the options from environment variables; options on the command line take precedence.
 
     Raises:
-        FastshardError: ``FS515`` for a value that the option cannot have.
+        FastshardError: ``FS515`` for an invalid value of an option.
     """
     for name, variable in ENVIRONMENT.items():
         value = os.environ.get(variable, "")
@@ -120,7 +120,8 @@ def _refuse_variable(variable: str, expected: str, got: str) -> FastshardError:
 
 
 def apply(arguments: Namespace) -> Path | None:
-    """Add settings to the arguments of a command that judges findings; return their file.
+    """Add settings to the arguments of a command whose findings decide its exit code; return the settings
+    file.
 
     ``--fail-on`` on the command line takes precedence; codes from both apply.
 
@@ -144,7 +145,7 @@ def apply(arguments: Namespace) -> Path | None:
 
 
 def _folders(path: Path) -> list[Path]:
-    """List the folders of a checkpoint; for a file, its own and that of its link's target."""
+    """List the folders of a checkpoint; for a file, its folder and the folder of its link's target."""
     return [path.parent.resolve(), path.resolve().parent] if path.is_file() else [path.resolve()]
 
 

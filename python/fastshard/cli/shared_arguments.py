@@ -1,4 +1,4 @@
-"""Arguments that verbs share: groups for their parsers, and the arguments of the library for them."""
+"""Arguments that verbs share: groups for their parsers, and the corresponding arguments of the library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _rank(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-#: How values are read that are not text.
+#: Parsers for values other than text.
 _TYPES: dict[str, Callable[[str], Any]] = {
     "rank": _rank,
     "timeout": float,
@@ -124,7 +124,7 @@ def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FO
 
 
 def add_source(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
-    """Add the checkpoint and the options for reading it; with ``like``, for verbs that judge it."""
+    """Add the checkpoint and the options for reading it; ``like`` is for verbs that check it."""
     parser.add_argument(
         "ckpt",
         nargs="+",
@@ -142,7 +142,7 @@ def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose which findings are errors: :func:`gating`."""
+    """Add the options that select which findings are errors: :func:`gating`."""
     group = parser.add_argument_group("verdict")
     add_options(group, Gating)
     group.add_argument(
@@ -154,7 +154,7 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exit_zero(parser: argparse.ArgumentParser) -> None:
-    """Add ``--exit-zero`` of commands that write nothing, in the group from :func:`add_gate`."""
+    """Add ``--exit-zero`` for commands that write nothing, in the group from :func:`add_gate`."""
     group = next(g for g in parser._action_groups if g.title == "verdict")
     group.add_argument(
         "--exit-zero",
@@ -164,7 +164,7 @@ def add_exit_zero(parser: argparse.ArgumentParser) -> None:
 
 
 def looks(a: argparse.Namespace, writing: str) -> None:
-    """Refuse ``--exit-zero`` with an option by which a verb writes.
+    """Refuse ``--exit-zero`` together with an option that makes a verb write.
 
     Raises:
         FastshardError: ``FS515``; otherwise a script would continue without a result.
@@ -178,13 +178,13 @@ def looks(a: argparse.Namespace, writing: str) -> None:
 
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
-    """Return the options of the given types, as the library takes them."""
+    """Return the options of the given types, in the form of the library."""
     options = [option for kind in kinds for option in table(kind).values() if option.is_on_command_line]
     return {option.name: _read(a, option) for option in options}
 
 
 def _read(a: argparse.Namespace, option: Option) -> Any:
-    """Read the value of an option; return True or False if its command line has words for them."""
+    """Read the value of an option; words for True and False become booleans."""
     value = getattr(a, option.name)
     return value == option.choices[0] if option.kind == "switch" and option.choices else value
 
@@ -195,37 +195,37 @@ def gating(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_shaping(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose how tensors are converted: :func:`shape`."""
+    """Add the options that control how tensors are converted: :func:`shape`."""
     add_options(parser.add_argument_group("result"), ValueOptions, Sharding)
 
 
 def add_choosing(parser: argparse._ActionsContainer) -> None:
-    """Add the options that choose tensors."""
+    """Add the options that select tensors."""
     add_options(parser, Choosing)
 
 
 def add_stats(parser: argparse._ActionsContainer) -> None:
-    """Add ``--stats`` of commands that write a manifest."""
+    """Add ``--stats`` for commands that write a manifest."""
     add_options(parser, Requested, only=("stats",))
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose how OUT is written: :func:`writing`."""
+    """Add the options that control how OUT is written: :func:`writing`."""
     add_options(parser.add_argument_group("writing"), Checked, Requested, Comparing)
 
 
 def writing(a: argparse.Namespace) -> dict[str, Any]:
-    """Read the options that choose how OUT is written, and the memory limit."""
+    """Read the options that control how OUT is written, and the memory limit."""
     return given(a, Checked, Memory, Requested, Comparing)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the options that state the rank among several processes: :func:`ranked`."""
+    """Add the options for the rank among several processes: :func:`ranked`."""
     add_options(parser.add_argument_group("several processes, on one host or many"), Ranked)
 
 
 def add_node_local(parser: argparse.ArgumentParser) -> None:
-    """Add the option for checkpoints that are divided among the ranks' own disks."""
+    """Add the option for checkpoints that are distributed over the ranks' own disks."""
     add_options(parser, Lending)
 
 
@@ -244,7 +244,7 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a run on a cluster.
 
     Raises:
-        FastshardError: ``FS515`` for options of a process among several.
+        FastshardError: ``FS515`` for options of one process among several.
     """
     given = [f"--{name}" for name, value in ranked(a).items() if value is not None]
     if given:
@@ -258,7 +258,7 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def ranked(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a process among several.
+    """Return the options of one process among several.
 
     If a launcher provides the rank, the function prints it on stderr.
     """
@@ -271,7 +271,7 @@ def ranked(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_tokenizer(parser: argparse._ActionsContainer) -> None:
-    """Add ``--tokenizer`` of commands that write a model."""
+    """Add ``--tokenizer`` for commands that write a model."""
     add_options(parser, Checked, only=("tokenizer",))
 
 
@@ -287,7 +287,7 @@ def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def opening(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for opening a checkpoint, which every command that reads one takes."""
+    """Return the options for opening a checkpoint, which all commands that read one have."""
     like = {"like": a.like} if "like" in a else {}
     return {**given(a, Opening), "threads": thread_count(a.threads), **like}
 
@@ -306,10 +306,10 @@ def progress(a: argparse.Namespace) -> str | bool:
 
 
 def shape(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a result under any names."""
+    """Return the options of a result that are independent of its names."""
     return given(a, ValueOptions, Sharding)
 
 
 def placing(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that targets take."""
+    """Return the options of targets."""
     return given(a, Placing)

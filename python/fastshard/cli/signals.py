@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both stop a run alike, and the process ends with 128 + signal."""
+"""Ctrl-C and SIGTERM: both stop a run in the same way, and the process exits with 128 + signal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Stopped(KeyboardInterrupt):
 class Stopping:
     """A context that handles SIGINT and SIGTERM.
 
-    The first signal raises :class:`Stopped`. The second changes nothing: programs that pass signals on often
-    send both to one process. The third ends the process at once; what it staged stays and can be resumed. At
-    the end the context restores the earlier handlers. It ignores signals instead if this is the ``last``
-    action of the process, because a Python handler would end it with a traceback.
+    The first signal raises :class:`Stopped`. The second is ignored, because programs that forward signals
+    often deliver them twice. The third ends the process immediately; staged data is kept and can be resumed.
+    At the end, the context restores the earlier handlers. If this is the ``last`` action of the process, it
+    ignores signals instead, because a Python handler would end the process with a traceback.
     """
 
     def __init__(self, *, last: bool = False) -> None:
@@ -46,7 +46,7 @@ class Stopping:
             signal.signal(number, signal.SIG_IGN if self._last else before)  # type: ignore[arg-type]
 
     def done(self) -> None:
-        """Mark the run as finished: from now on a signal changes nothing."""
+        """Mark the run as finished, so that signals have no further effect."""
         self._count = max(self._count, 1)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
@@ -62,7 +62,7 @@ class Stopping:
 
 
 def _outside_imports(frame: FrameType | None) -> FrameType | None:
-    """Return the code that began the import in progress at a frame; None if there is none."""
+    """Return the code that started the import in progress at a frame; None if there is none."""
     outside = None
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

@@ -13,16 +13,16 @@ from .styles import Paint, plain
 if TYPE_CHECKING:
     from ..verification.stats import TensorStats
 
-#: Above a row's 64 bins, in half as many columns.
+#: Header of the histogram, which shows 64 bins in half as many columns.
 _HISTOGRAM = "|histogram -64 .. 0 .. 64     |"
-#: Heights of a column of a histogram: blocks, and what a terminal without them has.
+#: Characters for the heights of a histogram's columns: blocks, and ASCII for terminals without them.
 _HEIGHTS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
 _BINS_PER_CELL = 2
-#: Characters of a name in a narrow table; of a longer one the middle is left out.
+#: Maximum length of a name in a narrow table; longer names lose their middle.
 _LONGEST = 200
-#: Columns that a narrow terminal leaves out, the first ones first: never those of broken values.
+#: Columns to omit in a narrow terminal, in this order; columns for broken values are always kept.
 _DROPPED = (_HISTOGRAM, "MEAN", "DTYPE", "MIN", "MAX", "STD")
-#: Columns that end at the right: figures.
+#: Right-aligned columns, which contain numbers.
 _FIGURES = ("MIN", "MAX", "MEAN", "STD", "ZERO", "NaN", "INF")
 
 
@@ -31,7 +31,7 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
 
     Args:
         gathered: statistics by name.
-        wide: True to show full names, and dtypes, shapes and histograms.
+        wide: True to show full names, dtypes, shapes and histograms.
         paint: makes broken tensors red.
     """
     if not gathered:
@@ -69,14 +69,14 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
 def is_broken(stats: TensorStats) -> bool:
     """Return True for a tensor with NaN, infinities or all-zero blocks, and for a matrix of zeros.
 
-    A new bias is zero.
+    Zero vectors are not broken, because a new bias is zero.
     """
     is_zero = len(stats.shape) > 1 and stats.count > 0 and stats.zeros == stats.count
     return bool(stats.nan or stats.inf or stats.zero_slabs) or is_zero
 
 
 def folded(names: Sequence[str]) -> list[str]:
-    """Replace the common beginning of most names by ``...``.
+    """Replace the common prefix of most names by ``...``.
 
     >>> folded(["model.embed.weight", "model.layers.0.w", "lm_head.weight"])
     ['...embed.weight', '...layers.0.w', 'lm_head.weight']
@@ -111,7 +111,7 @@ def _shortened(name: str) -> str:
 def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:
     """Format a histogram in one line, from the most negative bin to the most positive.
 
-    Every bin that is not empty is visible.
+    Every non-empty bin is visible.
     """
     cells = [sum(histogram[i : i + _BINS_PER_CELL]) for i in range(0, len(histogram), _BINS_PER_CELL)]
     top = max(cells, default=0)
@@ -120,5 +120,5 @@ def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:
 
 
 def _figure(x: float | None) -> str:
-    """Format a figure with three digits, which show values that differ from the rest."""
+    """Format a number with three digits, which are enough to spot outliers."""
     return "-" if x is None else str(x) if isinstance(x, int) else f"{x:.3g}"

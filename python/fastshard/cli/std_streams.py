@@ -1,4 +1,5 @@
-"""stdout and stderr that may be full, closed or without a reader: one message, and never a traceback."""
+"""Handling of stdout and stderr that are full, closed or without a reader: one message, and never a
+traceback."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Open a file for each closed standard descriptor, and give both streams an encoding for any name.
+    """Open a file for each closed standard descriptor, and set an encoding on both streams that can print any
+    name.
 
-    If a shell has closed one (``>&-``), a file of the result would get its number, and then all printed text.
+    If a shell has closed one (``>&-``), a file of the result would otherwise get its number, and receive all
+    printed text.
     """
     for number in range(3):
         try:
@@ -39,10 +42,10 @@ def _stream(number: int) -> TextIO:
 
 
 class Streams:
-    """Standard streams that remember failed output."""
+    """Standard streams that record failed output."""
 
     def __init__(self) -> None:
-        #: Why stdout or stderr could not be written to; None while they can.
+        #: The reason why stdout or stderr could not be written; None without a failure.
         self.lost: str | None = None
 
     def write(self, printing: Callable[[], object], name: str = "stdout") -> bool:
@@ -68,7 +71,8 @@ class Streams:
         self.write(lambda: print(text, file=sys.stderr), "stderr")
 
     def ended(self, code: int, done: str = "") -> int:
-        """Return the exit code; 2 if output failed, which the function reports along with ``done``."""
+        """Return the exit code, or 2 if output failed; the function then reports the failure along with
+        ``done``."""
         if self.lost is None:
             return code
         self.say(f"fastshard: {self.lost}{done}")
@@ -76,7 +80,7 @@ class Streams:
 
 
 def _let_go(stream: TextIO) -> None:
-    """Discard what the stream still buffers, so that Python does not fail on it at exit."""
+    """Discard the stream's buffer, so that Python does not fail on it at exit."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Colour in the terminal: five styles, none of which carries a meaning alone."""
+"""Colour in the terminal: five styles, which are never the only carrier of a meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 WHEN = ("auto", "always", "never")
-#: What ANSI terminals take for each style.
+#: ANSI codes of each style.
 _CODES = {"good": "32", "bad": "1;31", "warn": "33", "note": "34", "bold": "1", "dim": "2"}
 
 #: Headers of tables, and headings of help.
@@ -22,7 +22,7 @@ _HEADING = compile_when_used(
     r"^(?:[Uu]sage:|Examples|Exit codes|[A-Z][a-z]+(?: [a-z]+)*(?=\n  )|[a-z ]+:$)", re.MULTILINE
 )
 
-#: A text in a style.
+#: Applies a style to a text.
 Paint = Callable[[str, str], str]
 
 
@@ -34,7 +34,7 @@ def plain(text: str, style: str) -> str:
 def painter(stream: TextIO, when: str = "auto") -> Paint:
     """Return a function that styles text for a stream: with ANSI codes, or not at all.
 
-    ``when`` takes precedence over NO_COLOR, and NO_COLOR over FORCE_COLOR. Without them, only a terminal has
+    ``when`` takes precedence over NO_COLOR, and NO_COLOR over FORCE_COLOR. Without them, only terminals get
     colour.
     """
     if when == "auto":

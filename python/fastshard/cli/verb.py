@@ -1,4 +1,4 @@
-"""Record of a verb: everything that the command line knows of a command."""
+"""The record of a verb: everything that the command line knows about a command."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ class Result:
 
     text: str = ""
     document: dict[str, Any] = field(default_factory=dict)
-    #: True for a text that is what was asked for, and not about it: it stands alone, and is never kept back.
+    #: True for a text that is the requested product itself, and not a description: it is printed alone and
+    #: never suppressed.
     product: bool = False
-    #: Codes of findings that the text tells of; with -v they are printed besides.
+    #: Codes of findings that the text already reports; with -v they are printed too.
     tells: frozenset[str] = frozenset()
-    #: True for a text that people page through.
+    #: True for a text to show in a pager.
     paged: bool = False
-    #: What was not checked; None for what findings say of it.
+    #: What was not checked; None to derive it from the findings.
     unchecked: tuple[str, ...] | None = None
-    #: The same, with what to do about it, for a document; None for ``unchecked``.
+    #: The same with advice, for a document; None for ``unchecked``.
     unchecked_with_advice: tuple[str, ...] | None = None
-    #: How to go on, below the findings.
+    #: Next steps, printed below the findings.
     below: str = ""
-    #: Why all is well, for the verdict of a verb that judges.
+    #: The reason for a good verdict, for a verb that checks.
     reason: str = ""
-    #: The verdict, where it is not that of the exit code.
+    #: The verdict, if it differs from that of the exit code.
     word: str | None = None
 
 
@@ -46,22 +47,22 @@ class Verb:
     help: str
     #: Adds its arguments to its parser.
     arguments: Callable[[argparse.ArgumentParser], None]
-    #: Calls the library and says what came of it.
+    #: Calls the library and returns the outcome.
     run: Callable[[argparse.Namespace], Outcome]
-    #: What its own ``--help`` says; as ``help`` if None.
+    #: Description in its own ``--help``; ``help`` if None.
     description: str | None = None
-    #: Flags that its ``-h`` lists, besides those that must be given.
+    #: Flags that its ``-h`` lists, besides the required ones.
     often: tuple[str, ...] = ()
-    #: Command lines that help shows and tests run: ``run`` is a checkpoint, ``model`` a converted one.
+    #: Command lines that the help shows and tests run; ``run`` is a checkpoint, ``model`` a converted one.
     examples: tuple[str, ...] = ()
-    #: Its result is a deed or a verdict: with ``-q`` only errors are said.
+    #: True if its result is an action or a verdict; with ``-q``, only errors are printed.
     silent: bool = False
-    #: What it finds and its verdict are what was asked for: they go to stdout.
+    #: True if its findings and verdict are the requested output, and go to stdout.
     finds: bool = False
-    #: What it could not check of this checkpoint is printed.
+    #: True to print the checks that it could not make for this checkpoint.
     tells_unchecked: bool = False
-    #: True if its findings make its exit code; else it is 0 once there is a result.
+    #: Returns True if its findings decide its exit code; otherwise the code is 0 if there is a result.
     judges: Callable[[argparse.Namespace], bool] = lambda a: True
-    #: Where its result is published, None if it publishes none. Arguments that could not be parsed are
-    #: absent.
+    #: Returns the destination of its result; None if it publishes none. Arguments that could not be parsed
+    #: are absent.
     publishes: Callable[[argparse.Namespace], str | None] = lambda a: None

@@ -17,11 +17,11 @@ from .render import alike
 
 __all__ = ["in_a_word", "subject", "verdict"]
 
-#: Columns that what is said may have; the title of its code and what it is about stand for a longer one.
+#: Maximum length of a message in columns; a longer one is replaced by the title of its code and its subject.
 _LONGEST = 70
-#: Paths that it names at most.
+#: Maximum number of paths to name.
 _NAMED = 3
-#: What tells ranks and steps apart in names.
+#: Digits, which distinguish ranks and steps in names.
 _NUMBERED = compile_when_used(r"\d")
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -77,7 +77,7 @@ def subject(arguments: argparse.Namespace) -> str:
 
 
 def _why(findings: Sequence[Finding]) -> str:
-    """Describe the first error in short, and how many more are printed."""
+    """Describe the first error briefly, and count the others that are printed."""
     groups = [group for group in alike(findings) if group[0].severity == "error"]
     if not groups:
         return ""

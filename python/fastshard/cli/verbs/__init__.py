@@ -1,4 +1,4 @@
-"""All verbs: a file for each, and its place here."""
+"""All verbs, each in its own file, and their order."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Verbs:
         self._loaded = {verb.name: verb for verb in added}
 
     def and_also(self, *more: Verb) -> Verbs:
-        """Return these verbs with more after them."""
+        """Return these verbs followed by more."""
         return Verbs(self._groups, (*self._added, *more))
 
     @property

@@ -1,4 +1,4 @@
-"""``fastshard check-storage``: whether all ranks see one storage at a destination."""
+"""``fastshard check-storage``: a check that all ranks see the same storage at a destination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastshard clean``: removal of what ended runs have left."""
+"""``fastshard clean``: removal of leftovers of ended runs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ..shared_arguments import add_format
 from ..verb import Outcome, Result, Verb
 
 SHELLS = ("bash", "zsh", "fish")
-#: What stands for a path: shown in help, completed by the shell.
+#: Placeholders for paths in the help; the shell completes them.
 _FOLDERS = ("CKPT", "OUT", "DEST", "DIR", "PART")
 _FILES = ("FILE", "A", "B")
 _INSTALL = {

@@ -1,6 +1,4 @@
-"""``fastshard merge`` and ``fastshard convert``: writing of a checkpoint under its own names or in another
-layout.
-"""
+"""``fastshard merge`` and ``fastshard convert``: write a checkpoint under its own names or in another layout."""
 
 from __future__ import annotations
 
@@ -64,7 +62,8 @@ def destination(a: argparse.Namespace) -> str | None:
 
 
 def _refuse_source_as_out(a: argparse.Namespace) -> None:
-    """Raise an error if the last path is no new folder but a checkpoint: OUT was probably forgotten.
+    """Raise an error if the last path is a checkpoint and not a new folder, because OUT was probably
+    forgotten.
 
     Raises:
         FastshardError: ``FS504``.

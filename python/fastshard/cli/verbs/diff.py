@@ -13,7 +13,7 @@ from ..render import table
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
 
-#: Differences that are shown without ``-v``.
+#: Maximum number of differences to show without ``-v``.
 _SHOWN = 20
 _KINDS = {"only_a": "only in A", "only_b": "only in B"}
 

@@ -107,7 +107,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
 
 
 def _list_write_options(a: argparse.Namespace) -> dict[str, Any]:
-    """Return how a drop-in writes, as :func:`fastshard.merge` takes it."""
+    """Return the options for writing, in the form of :func:`fastshard.merge`."""
     return {
         "max_shard_size": a.max_shard_size,
         "memory": a.memory,

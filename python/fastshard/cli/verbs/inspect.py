@@ -1,4 +1,4 @@
-"""``fastshard inspect``: a description by headers alone."""
+"""``fastshard inspect``: a description from headers alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..render import fields, human, table
 from ..shared_arguments import add_common, add_exit_zero, add_source, opening
 from ..verb import Outcome, Result, Verb
 
-#: Parallel dimensions in words.
+#: Descriptions of parallel dimensions.
 _PARALLEL = {
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
@@ -18,7 +18,7 @@ _PARALLEL = {
     "cp": "context parallel",
     "dp": "data parallel",
 }
-#: Sizes of which the row about the model has the names.
+#: Sizes that the row about the model names.
 _SIZES = ("hidden_size", "intermediate_size", "head_dim")
 
 

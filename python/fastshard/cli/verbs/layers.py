@@ -1,4 +1,4 @@
-"""``fastshard layers``: where two models begin to differ, by what their layers compute."""
+"""``fastshard layers``: where two models begin to differ, by the outputs of their layers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..render import fields
 from ..shared_arguments import add_common, add_exit_zero, add_options, add_source, given, opening, progress
 from ..verb import Outcome, Result, Verb
 
-#: Options of a conversion that decide which values are computed with.
+#: Options of a conversion that determine the values for the computation.
 _VALUES = ("dtype", "replicas", "weights")
 
 
@@ -26,7 +26,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_values(parser: argparse.ArgumentParser) -> None:
-    """Add the options that decide which values a model computes with: :func:`choose_values`."""
+    """Add the options that determine the values with which a model computes: :func:`choose_values`."""
     group = parser.add_argument_group("values")
     add_options(group, ValueOptions, only=_VALUES)
     add_options(group, Checked, only=("tokenizer",))

@@ -21,9 +21,9 @@ from ..shared_arguments import add_common, add_exit_zero, add_opening
 from ..shared_arguments import opened as opened_at
 from ..verb import Outcome, Result, Verb
 
-#: Branches below each other; names have no more parts than a few.
+#: Maximum depth of the tree; names have only a few parts.
 _DEPTH = 63
-#: Keys to sort rows by; without one they stay as in the files.
+#: Sort keys for rows; without one, rows keep the order of the files.
 _ORDERS: dict[str, Callable[[TensorRow], Any]] = {
     "model": lambda row: (order_of(row.name), order_in_layer(row.name)),
     "name": lambda row: row.name,
@@ -150,7 +150,7 @@ def _table(rows: Sequence[TensorRow]) -> str:
 
 
 def _format_csv(rows: Sequence[TensorRow]) -> str:
-    """Format a line for each tensor with commas between values, under a header."""
+    """Format a comma-separated line for each tensor, under a header."""
     import csv
 
     text = io.StringIO()

@@ -28,7 +28,7 @@ from ..shared_arguments import (
 )
 from ..verb import Outcome, Result, Verb
 
-#: Files that are named.
+#: Maximum number of files to name.
 _FILES = 4
 
 

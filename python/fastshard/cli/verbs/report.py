@@ -14,7 +14,7 @@ from ..verb import Outcome, Result, Verb
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Bytes of a file that is there in which a page of ours says what it is.
+#: Number of bytes at the start of an existing file that are searched for the marker of fastshard's pages.
 _BEGINNING = 4096
 
 

@@ -1,4 +1,4 @@
-"""``fastshard make-part`` and ``fastshard commit``: a run in parts that are written at any time."""
+"""``fastshard make-part`` and ``fastshard commit``: a run in parts that can be written at any time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..shared_arguments import (
 )
 from ..verb import Outcome, Result, Verb
 
-#: What the parts of a run are started by.
+#: Systems that can start the parts of a run.
 EMITTERS = ("shell", "slurm", "k8s")
 
 
@@ -130,20 +130,20 @@ def quoted(path: str) -> str:
 class Job:
     """Resources that a scheduler gives each part."""
 
-    #: Limit, as Slurm writes it.
+    #: Time limit in Slurm's format.
     time: str
     cpus: int
-    #: Bytes that the process may hold.
+    #: Memory limit of the process in bytes.
     memory: int
 
     @property
     def options(self) -> str:
-        """Options that pass them to a part."""
+        """Options that pass these resources to a part."""
         return f"--threads {self.cpus} --memory {self.memory >> 20}MiB"
 
     @property
     def mebibytes(self) -> int:
-        """Memory to request: that of the process, and the same amount for the system's buffers."""
+        """Memory to request: the process's limit, and the same amount again for the system's buffers."""
         return max(2 * self.memory >> 20, 1024)
 
 

@@ -13,7 +13,7 @@ from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_sour
 from ..stats_table import stats_table
 from ..verb import Outcome, Result, Verb
 
-#: Columns of a terminal from which on histograms are shown.
+#: Minimum width of a terminal, in columns, for histograms.
 _WIDE = 130
 
 

@@ -29,7 +29,7 @@ from ..shared_arguments import add_common, add_exit_zero, add_gate, add_options,
 from ..std_streams import Streams
 from ..verb import Outcome, Result, Verb
 
-#: Seconds between two looks at a run.
+#: Minimum and maximum seconds between two checks of a run.
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 
 
@@ -76,7 +76,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_exit_zero(parser)
 
 
-#: Options of opening that hold for every step.
+#: Options of :func:`fastshard.open` that apply to every step.
 _OF_STEPS = (table(Source).keys() - {"step"}) | table(Vocabulary).keys() | table(Against).keys()
 
 
@@ -99,7 +99,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _follow(a: argparse.Namespace, options: dict[str, Any]) -> Outcome:
-    """Print a line for each new step until a signal comes, or nobody reads them."""
+    """Print a line for each new step until a signal arrives, or the reader of the output ends."""
     if a.fix_tracker:
         raise FastshardError.of(
             codes.USAGE,

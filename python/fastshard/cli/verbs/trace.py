@@ -20,7 +20,7 @@ from ..shared_arguments import (
 )
 from ..verb import Outcome, Result, Verb
 
-#: Branches of one kind that are shown without ``-v``.
+#: Maximum number of branches of one kind to show without ``-v``.
 _SHOWN = 8
 
 
@@ -59,7 +59,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 def _tree(
     document: dict[str, Any], heads: dict[tuple[str, str], str], roots: list[str] | None, most: int | None
 ) -> Tree:
-    """Convert the document into branches of text; ``heads`` describes regions in words."""
+    """Convert the document into branches of text; ``heads`` has descriptions of regions."""
     branches: list[Tree] = []
     if place := document["written_to"]:
         at = f", from byte {place['offset']:,}" if "offset" in place else ""

@@ -90,7 +90,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _add_advice(unchecked: Sequence[str], findings: list[Finding]) -> tuple[str, ...]:
-    """Return what was not checked, with what to do where a finding says it; nothing if all was."""
+    """Return what was not checked, with the advice of findings; empty if everything was checked."""
     if not unchecked:
         return ()
     of_findings = set(list_unchecked(findings))
