@@ -1,1 +1,1 @@
-"""An opened checkpoint, its tensors, its plan and its manifest."""
+"""Opened checkpoints, their tensors, plans and manifests."""

@@ -1,5 +1,5 @@
-"""Checks of an adapter's factors: whether all exist, as the installed peft saves them, and whether they
-change anything.
+"""Checks of a LoRA adapter's factors: that all exist which the installed peft saves, and that they have an
+effect.
 
 The checks run when the base of the adapter is verified or written.
 """
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["find_lacking"]
 
-#: Bytes of a factor that are read at a time.
+#: Number of bytes of a factor to read at a time.
 _WINDOW = 4 << 20
-#: Bytes of a value, by dtype.
+#: Size of a value in bytes, by dtype.
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _UNNOTICED = "whether every target module has factors"
 
 
 def find_lacking(opened: Opened) -> list[Finding]:
-    """List what is wrong with the factors of an adapter; the list is empty if there is no adapter."""
+    """List the findings about an adapter's factors; the list is empty if there is no adapter."""
     adapter = opened.source.files.adapter
     if adapter is None:
         return []
@@ -97,7 +97,7 @@ def _is_zero(stored: StoredBytes, name: str) -> bool:
 
 
 def _compare_with_peft(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
-    """Compare the stored tensors with those that peft saves for such an adapter on such a base."""
+    """Compare the stored tensors with the tensors that peft saves for this adapter and base."""
     if not opened.asks_transformers:
         return [_note_unchecked(adapter, "transformers was not used")]
     if adapter.base is None or not isinstance(adapter.base.get("model_type"), str):
@@ -157,7 +157,7 @@ def _list_parts(names: tensor_names.AdapterNames) -> set[tuple[str, str]]:
 
 
 def _note_unchecked(adapter: StoredAdapter, why: str) -> Finding:
-    """Build a note that says why the modules of the adapter were not checked."""
+    """Build a note with the reason why the modules of the adapter were not checked."""
     return Finding.of(
         codes.NOT_PROVABLE,
         f"not checked: {_UNNOTICED} ({why})",

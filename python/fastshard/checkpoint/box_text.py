@@ -1,4 +1,4 @@
-"""Strided boxes of a tensor as text, and the test whether a range of elements overlaps a box."""
+"""Strided boxes of a tensor as text, and a test whether a range of elements overlaps a box."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def slices(shape: Sequence[int], base: Sequence[int], runs: Sequence[Sequence[Ru
 
 
 def join_runs(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with the widest steps first; a run that the next one continues is one run with it."""
+    """Return the runs with the widest steps first, with contiguous runs merged."""
     joined: list[Run] = []
     for n, step in sorted((run for run in runs if run[0] > 1), key=lambda run: -run[1]):
         if joined and joined[-1][1] == n * step:
@@ -55,7 +55,7 @@ def _of_dimension(extent: int, first: int, runs: Sequence[Run]) -> str:
 
 
 def of_flat(shape: Sequence[int], base: int, axes: Sequence[Run]) -> str:
-    """Format a box that is given by strides over C-ordered elements, like :func:`slices`."""
+    """Format a box in the form of :func:`slices`, from strides over C-ordered elements."""
     steps = strides(shape)
     first = []
     for extent, step in zip(shape, steps, strict=True):

@@ -16,11 +16,11 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(Tensors):
-    """The full tensors of a checkpoint, under the names that they have in its files.
+    """The full tensors of a checkpoint, under their names in its files.
 
-    The mapping holds what ``fastshard merge`` would write. No values are read until they are requested from a
-    tensor. ``findings`` lists what is wrong. An incomplete tensor keeps its name, is listed in
-    :attr:`incomplete`, and raises :class:`~fastshard.IncompleteError` when it is read.
+    The mapping contains the tensors that ``fastshard merge`` would write. Values are read only when they are
+    requested from a tensor. ``findings`` lists all problems. An incomplete tensor keeps its name, is listed
+    in :attr:`incomplete`, and raises :class:`~fastshard.IncompleteError` when it is read.
     """
 
     def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:
@@ -33,7 +33,7 @@ class Checkpoint(Tensors):
 
     @property
     def framework(self) -> str:
-        """Framework that wrote the checkpoint."""
+        """The framework that wrote the checkpoint."""
         return self.opened.source.framework
 
     @property
@@ -62,12 +62,12 @@ class Checkpoint(Tensors):
 
     @property
     def read_from(self) -> list[str]:
-        """Paths that no result may overwrite, because the result is made from them."""
+        """Source paths, which no result may overwrite."""
         return [*self.listing.given(), *self.opened.besides]
 
     @property
     def roots(self) -> list[Path]:
-        """Directories that the checkpoint was opened from."""
+        """Directories from which the checkpoint was opened."""
         return list(self.listing.roots)
 
     @property
@@ -77,9 +77,9 @@ class Checkpoint(Tensors):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Number of files, and their total bytes; for arrays in blocks, of all files that hold the blocks.
+        """Number of files, and their total bytes; for chunked arrays, of all files that contain chunks.
 
-        For a store that is spread over several hosts, all files below the roots count.
+        For a store that is distributed over several hosts, all files below the roots count.
         """
         sizes = [file["size"] for file in self.files if file["format"] != "blocks"]
         if len(sizes) < len(self.files):

@@ -1,5 +1,5 @@
-"""Factors of quantised weights and the blocks of codes that they scale: invalid factors, and zero factors
-over nonzero codes."""
+"""Scales of quantised weights and the blocks of codes that they scale, to find invalid factors, and zero
+factors over nonzero codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "classify", "count_lost", "show_first"]
 
-#: Bits of a byte of codes that matter: all but the signs; for maxima and pairs of integers, all bits.
+#: Significant bits of a byte of codes: all except the signs; for maxima and pairs of integers, all bits.
 _FLOATS, _HALVES, _ALL = 0x7F, 0x77, 0xFF
 
 
@@ -30,10 +30,10 @@ class Blocks:
 
     #: The tensor of the codes.
     codes: str
-    #: Rows of a matrix, and bytes of a row.
+    #: Number of rows of a matrix, and bytes per row.
     rows: int
     width: int
-    #: Factors of a matrix: number of rows and columns.
+    #: Number of rows and columns of a matrix's factors.
     down: int
     across: int
     #: Bits that are zero if a code is zero; None for integers, whose block counts as zero if all bytes are
@@ -47,14 +47,14 @@ class Blocks:
 
     @classmethod
     def in_turn(cls, codes: str, size: int, count: int, kind: str) -> Blocks:
-        """Build blocks that follow one another regardless of rows."""
+        """Build consecutive blocks, regardless of rows."""
         return cls(codes, 1, size, 1, count, _ALL if kind == "maxima" else None)
 
     @classmethod
     def of_matrices(
         cls, codes: str, shape: tuple[int, ...], size: int, grid: tuple[int, ...], dtype: str
     ) -> Blocks | None:
-        """Build blocks of rows and columns; return None if one byte has several factors."""
+        """Build blocks of rows and columns; return None if a byte has several factors."""
         rows, width = shape[-2], size // math.prod(shape[:-1])
         down, across = grid[-2:]
         share = 2 if dtype == "U8" and down == 2 * rows else 1
@@ -122,7 +122,7 @@ def _as_floats(raw: Array, dtype: str) -> Array:
 
 @cache
 def _kinds_of_bytes(dtype: str, signed: bool) -> bytes:
-    """Build a table with 1 for each byte that is zero, 2 for each that is an invalid factor, and else 0."""
+    """Build a table that maps zero bytes to 1, bytes that are invalid factors to 2, and others to 0."""
     values = [_value_of_byte(byte, dtype) for byte in range(256)]
     return bytes(1 if v == 0 else 2 if math.isnan(v) or (v < 0 and not signed) else 0 for v in values)
 
@@ -142,7 +142,7 @@ def _value_of_byte(byte: int, dtype: str) -> float:
 
 
 def count_lost(name: str, blocks: Blocks, stored: StoredBytes) -> int:
-    """Count the factors that are zero over nonzero codes; over zero codes any factor is right."""
+    """Count the zero factors over nonzero codes; over zero codes, any factor is valid."""
     import numpy as np
 
     lost = 0

@@ -1,6 +1,4 @@
-"""Values of quantised weights for a requested dtype: the core's computation, and the tensors that are left
-out.
-"""
+"""Dequantised weights for a requested dtype: the request to the core, and the tensors that are left out."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ class Dequantised:
     #: Names of scales and similar tensors, which are left out.
     hidden: Sequence[str] = ()
     findings: Sequence[Finding] = ()
-    #: The record in the manifest: the dtype, the number of weights by form, and of tensors that are left out
-    #: by role; empty if there are none.
+    #: The record for the manifest: the dtype, the number of weights by format, and the number of omitted
+    #: tensors by role; empty if there are none.
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def left_out(self, own_names: Mapping[str, str]) -> frozenset[str]:
@@ -48,7 +46,7 @@ class Dequantised:
         return frozenset(stored.get(name, name) for name in self.hidden)
 
     def described(self, source: Source, names_of: Callable[[int], Iterable[str]]) -> Source:
-        """Return the declaration of the source as if its weights were stored as plain values.
+        """Return the source's declaration as if its weights were stored unquantised.
 
         Args:
             source: the source as it is stored.
@@ -80,7 +78,7 @@ def dequantised(opened: Opened, prefix: str, dtype: str) -> Dequantised:
     Args:
         opened: the checkpoint.
         prefix: the prefix of the model's names.
-        dtype: the requested dtype, as safetensors spells it.
+        dtype: the requested dtype, by its safetensors name.
     """
     if not (opened.quantised.weights or opened.quantised.of_activations):
         return Dequantised(findings=opened.quantised.unsaid)

@@ -1,5 +1,4 @@
-"""Comparison of a checkpoint's files with the hashes that the Hub's cache, or ``--local-dir``, keeps of a
-download."""
+"""Comparison of a checkpoint's files with the download hashes in the Hub's cache or ``--local-dir``."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ __all__ = ["Downloaded", "compare_download", "compare_files", "find_unchecked"]
 class Downloaded:
     """The files that were compared with the hashes of a download."""
 
-    #: Number of files with a record, of those among them that hold tensors, and of all that hold tensors.
+    #: Number of files with a record, of tensor files with a record, and of all tensor files.
     files: int
     tensors: int
     of: int
 
     @property
     def is_whole(self) -> bool:
-        """True if every file of tensors has a record."""
+        """True if every tensor file has a record."""
         return self.tensors == self.of > 0
 
     def describe(self) -> str:
-        """Describe in words which files were compared."""
+        """Describe which files were compared."""
         of = "" if self.is_whole else f", including {self.tensors} of {counted(self.of, 'file')} of tensors"
         return f"{counted(self.files, 'file')} against the hashes of the download{of}"
 
@@ -47,13 +46,13 @@ class Downloaded:
 def compare_files(
     checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
 ) -> tuple[Downloaded, list[Finding]]:
-    """Compare files with the hashes that are kept from their download from the Hugging Face Hub.
+    """Compare files with the hashes from their download from the Hugging Face Hub.
 
     Returns which files have records, and the findings for those that differ.
 
     Args:
         checkpoint: an opened checkpoint.
-        part: n and t: compare every t-th file, beginning with the n-th. If files lie on several hosts, each
+        part: n and t: compare every t-th file, starting with the n-th. If files are on several hosts, each
             process compares those of its host.
         threads: number of files to read at a time.
         bar: shows the progress.
@@ -75,7 +74,7 @@ def compare_files(
 def compare_download(
     checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
 ) -> list[Finding]:
-    """Compare files like :func:`compare_files`, and add a note if files of tensors have no hash.
+    """Compare files like :func:`compare_files`, and add a note if tensor files have no hash.
 
     Raises:
         FastshardError: as :func:`compare_files`.
@@ -90,7 +89,7 @@ def compare_download(
 
 
 def find_unchecked(checkpoint: Checkpoint) -> list[Finding]:
-    """Return a note if there are hashes of a download that are not compared."""
+    """Return a note if there are download hashes that are not compared."""
     records, _ = _records(checkpoint)
     if not records:
         return []
@@ -107,7 +106,7 @@ def find_unchecked(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def _records(checkpoint: Checkpoint) -> tuple[list[Record], Collection[Path]]:
-    """Return the records of the download of a checkpoint's files, and the paths of the files of tensors."""
+    """Return the download records of a checkpoint's files, and the paths of tensor files."""
     listing = checkpoint.listing
     tensors = sorted({(file.root, file.path) for file in checkpoint.opened.behind})
     texts = [] if listing.single else manifest_files.loaded_beside(checkpoint)

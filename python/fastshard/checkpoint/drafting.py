@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..expected.reference import Reference
     from .taken_tensors import TakenTensors
 
-#: The places of outputs in a plan that is only read, never written.
+#: The placement of outputs in a plan that is only read, never written.
 UNPLACED: dict[str, Any] = {
     "files": [],
     "max_shard_size": 1 << 62,
@@ -77,46 +77,46 @@ class Opened:
     source: Source
     catalog: _core.Catalog
     findings: list[Finding]
-    #: Files in the catalog's order.
+    #: Files in catalog order.
     files: Sequence[File]
-    #: Names of these files in findings: the path, with the root if several roots hold the same path.
+    #: Names of these files in findings: the path, with the root if several roots have the same path.
     labels: Sequence[str]
-    #: All files that hold the data; every file of a store, which the catalog counts as one.
+    #: All files with data, including every file of a store, which the catalog counts as one.
     behind: list[File]
     #: The reference that the checkpoint is compared with, if any.
     reference: Reference | None = None
     #: The rules that set the severity of findings; they are not applied to ``findings``.
     gate: Gate = field(default_factory=Gate)
-    #: True if transformers may be asked which tensors the config promises.
+    #: True if transformers may be queried for the tensors that the config promises.
     asks_transformers: bool = False
-    #: The answer of transformers, once it was asked.
+    #: The answer of transformers, after the query.
     promised: Promised | None = None
     #: Weights that are stored quantised, by the model's own names.
     quantised: QuantisedWeights = field(default_factory=QuantisedWeights)
-    #: Paths that are read in addition, as given: an adapter, the model that missing parts are taken from.
+    #: Additional paths to read, as given: an adapter, and the model from which missing parts are taken.
     besides: Sequence[str] = ()
-    #: What is taken from another model.
+    #: The tensors that are taken from another model.
     taken: TakenTensors | None = None
 
     def find_causes(self, findings: Sequence[Finding], source: Source | None = None) -> Causes:
-        """Find the causes among findings, which account for what is missing because of them."""
+        """Find the causes among findings, which explain the tensors that are missing because of them."""
         paths = [file.path for file in self.files]
         return causes_of(findings, source or self.source, paths, self.catalog.names, self.labels)
 
     @property
     def is_composite(self) -> bool:
-        """True for a model of Hugging Face with towers, of which a table describes the text model alone."""
+        """True for a Hugging Face model with towers for which a table describes only the text model."""
         model = self.source.model
         return bool(model.hf_names) and find_text_config(model.config or {}) is not None
 
     @property
     def is_described(self) -> bool:
-        """True if a table describes the whole model."""
+        """True if a table describes the complete model."""
         return self.source.binding.layout is not None and not self.is_composite
 
     @property
     def listed(self) -> ExpectedTensors | None:
-        """The list that transformers gives for the config, once it is complete; None if there is none."""
+        """The list from transformers for the config, once it is complete; None if there is none."""
         return None if self.promised is None else self.promised.listed
 
 
@@ -128,9 +128,9 @@ class CoreRequest:
     """
 
     source: Source
-    #: The copy of the weights to take: ``params`` or ``masters``; None for the source's default.
+    #: The copy of the weights to use: ``params`` or ``masters``; None for the source's default.
     weights: str | None = None
-    #: True to include the slots of the optimizer state.
+    #: True to include the optimizer state.
     optimizer: bool = False
     #: None for a merge.
     target: Form | None = None
@@ -153,7 +153,7 @@ class CoreRequest:
 
 @dataclass(frozen=True)
 class Merged:
-    """A draft to compare with a reference, with its source and the way its names were chosen."""
+    """A draft to compare with a reference, with its source and the origin of its names."""
 
     draft: _core.Draft
     source: Source
@@ -161,7 +161,7 @@ class Merged:
     is_merge: bool
     #: The request that the core drafted.
     core_request: CoreRequest
-    #: How its names became those of the reference; empty if they did not.
+    #: Description of how its names were changed to the reference's; empty if they were not.
     renamed: str
 
 
@@ -189,7 +189,8 @@ def taken(opened: Opened, request: Request) -> Source:
 
 
 def with_masters(state: Optimizer, request: Request) -> Request:
-    """Request the master weights if moments are converted; the moments belong to them if they exist."""
+    """Request the master weights if moments are converted, because the moments belong to existing master
+    weights."""
     moves = request.optimizer and request.to is not None and TARGETS[request.to].takes_slots
     if moves and request.weights is None and state.masters:
         return replace(request, weights="masters")
@@ -200,7 +201,7 @@ def movable(framework: str, state: Optimizer, target: Target, request: Request) 
     """Check that the optimizer state of a source can be converted to the target.
 
     Raises:
-        FastshardError: ``FS514`` for train states of JAX, whose moments have other names than their weights.
+        FastshardError: ``FS514`` for JAX train states, whose moments have other names than their weights.
     """
     if request.optimizer and target.takes_slots and state.rules is not None:
         raise FastshardError.of(

@@ -1,8 +1,8 @@
-"""Experts whose values show that they were never written or loaded: copies of other experts, zeros, and one
-value throughout.
+"""Experts whose values show that they were never written or loaded: copies of other experts, zeros, and
+constants.
 
-The core compares tensors with each other; here the experts inside a tensor are compared as well, and experts
-of different layers. A few bytes of each expert find suspects, and all of its bytes decide.
+The core compares tensors with each other; this module also compares experts inside a tensor, and experts of
+different layers. It finds suspects by a few bytes of each expert, and then compares all bytes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertCheck", "check_experts"]
 
-#: Bytes of an expert's matrix that are read to find suspects.
+#: Number of bytes of an expert's matrix to read when searching for suspects.
 _SAMPLE = 1 << 10
-#: Bytes of a suspect that are read at a time.
+#: Number of bytes of a suspect to read at a time.
 _WINDOW = 4 << 20
-#: Bytes of an encoded tensor that are decoded once more, at most: a part of it costs as much as all of it.
+#: Maximum size in bytes of an encoded tensor that is decoded again; decoding a part costs as much as decoding
+#: all.
 _DECODED = 64 << 20
-#: Different values of a sample below which equal samples say nothing, as in the core.
+#: Minimum number of distinct values in a sample for equal samples to count as evidence, as in the core.
 _VALUES = 64
-#: Files that are open at a time.
+#: Maximum number of open files.
 _OPEN = 64
-#: Experts that findings name one by one.
+#: Maximum number of experts that findings name individually.
 _NAMED = 4
-#: Endings of files in which a tensor's bytes lie as they are.
+#: Suffixes of files that store a tensor's bytes unencoded.
 _PLAIN = (".pt", ".pth", ".bin", ".safetensors", ".distcp", ".ckpt")
-#: Parts of names of what belongs to a weight and may be equal for many experts.
+#: Name patterns of tensors that accompany a weight and may be equal for many experts.
 _BESIDE = ("*bias*", "*scale*", "*zero*", "*norm*", "*shape*", "*absmax*", "*amax*", "*g_idx*", "*lora*")
 _COUNTED = compile_when_used(r"(?:.*_)?(\d+)")
 _PARAMETER = compile_when_used(rf"(?:{'|'.join(WORDS['parameters'])})(\d+)")
@@ -59,30 +60,30 @@ class ExpertCheck:
     """The outcome of comparing experts."""
 
     findings: list[Finding]
-    #: Descriptions of what would not be noticed.
+    #: Descriptions of damage that would not be noticed.
     unnoticed: list[str]
 
 
 @dataclass(frozen=True)
 class _Name:
-    """The name of an expert's tensor, taken apart."""
+    """The parsed name of an expert's tensor."""
 
     #: The name with ``#`` for the numbers of layer and expert.
     pattern: str
-    #: The pattern without what follows the word for experts: the same for all matrices of an expert.
+    #: The pattern up to the word for experts, which all matrices of an expert share.
     stack: str
     layer: int | None
     expert: int | None
 
 
 class _Expert(NamedTuple):
-    """An expert: its stack, and its numbers as far as they are known."""
+    """An expert: its stack, and its layer and expert numbers as far as known."""
 
     stack: str
-    #: -1 if the name has no number of a layer.
+    #: Layer number; -1 if the name has none.
     layer: int
     number: int
-    #: False if the numbers are the indices of two dimensions of which nothing says which counts experts.
+    #: False if the numbers are indices of two dimensions and it is unknown which dimension counts experts.
     is_known: bool = True
 
     @property
@@ -109,9 +110,9 @@ class _Family:
 
     pattern: str
     dtype: str
-    #: True if each expert is a tensor of its own.
+    #: True if each expert is a separate tensor.
     is_apart: bool
-    #: True if a tensor holds the experts of all layers.
+    #: True if one tensor contains the experts of all layers.
     has_layers: bool
     matrices: list[_Matrix]
 
@@ -119,15 +120,15 @@ class _Family:
 def check_experts(
     checkpoint: Checkpoint, plan: _core.Plan | None = None, *, reports_zeros: bool = False
 ) -> ExpertCheck:
-    """Find experts that equal another one, are zero or hold one value throughout, where the core does not.
+    """Find duplicate, all-zero and constant experts that the core does not report.
 
-    All findings are warnings or notes, since a good model may hold such experts: a mixture that was made of a
-    dense model begins with equal ones.
+    All findings are warnings or notes, because a good model may contain them: a MoE model that was
+    initialised from a dense model starts with equal experts.
 
     Args:
         checkpoint: the checkpoint.
-        plan: a plan whose outputs are the tensors as they are stored; None to make one if it is needed.
-        reports_zeros: True if the core reports parts of tensors that are zero, as it does in a verification.
+        plan: a plan whose outputs are the stored tensors; None to make one if necessary.
+        reports_zeros: True if the core reports all-zero parts of tensors, as it does in a verification.
 
     Raises:
         FastshardError: if the stored tensors cannot be planned.
@@ -165,13 +166,13 @@ def check_experts(
 
 
 def _may_have_experts(opened: Opened) -> bool:
-    """Return True if a name in the files has a word for experts, without taking names apart."""
+    """Return True if a name in the files contains a word for experts, without parsing names."""
     names = (name for file in range(len(opened.files)) for name in opened.catalog.names(file))
     return any("expert" in name or "moe" in name for name in map(str.lower, names))
 
 
 def _plan_stored(opened: Opened) -> _core.Plan:
-    """Plan the tensors as they are stored.
+    """Plan the stored tensors without changes.
 
     Raises:
         FastshardError: if they cannot be planned.
@@ -207,7 +208,7 @@ def _list_families(plan: _core.Plan) -> list[_Family]:
 
 
 def _list_experts(name: _Name, leading: tuple[int, ...], sizes: dict[str, int]) -> Iterator[_Expert]:
-    """Yield the experts that a tensor holds, in the order of its bytes; none if its dimensions do not fit."""
+    """Yield the experts in a tensor, in the order of its bytes; none if its dimensions do not match."""
     layer = -1 if name.layer is None else name.layer
     if name.expert is not None:
         yield _Expert(name.stack, layer, name.expert)
@@ -228,7 +229,7 @@ def _list_experts(name: _Name, leading: tuple[int, ...], sizes: dict[str, int]) 
 
 
 def _take_apart(name: str, dimensions: int) -> _Name | None:
-    """Find the numbers of layer and expert in a name; None if it is not that of an expert's weight.
+    """Find the numbers of layer and expert in a name; None for a name that is not an expert's weight.
 
     ``weight1`` is the first of two matrices of all experts if the tensor has more than two dimensions.
     """
@@ -261,19 +262,19 @@ def _take_apart(name: str, dimensions: int) -> _Name | None:
 
 @lru_cache(1024)
 def _is_beside(part: str) -> bool:
-    """Return True if a part of a name means something that belongs to a weight."""
+    """Return True if a part of a name marks a tensor that accompanies a weight."""
     return any(fnmatchcase(part.lower(), one) for one in _BESIDE)
 
 
 @lru_cache(1024)
 def _is_of_experts(part: str) -> bool:
-    """Return True if a part of a name has a word for experts."""
+    """Return True if a part of a name contains a word for experts."""
     words = _WORD.findall(part.lower())
     return any(fnmatchcase(word, one) for word in words for one in WORDS["experts"])
 
 
 class _Reader:
-    """Reads parts of outputs; encoded ones are decoded once, if they are not too large."""
+    """A reader for parts of outputs; it decodes encoded outputs once, if they are not too large."""
 
     def __init__(self, plan: _core.Plan, names: Sequence[str]) -> None:
         self._plan = plan
@@ -295,7 +296,7 @@ class _Reader:
         self._places.clear()
 
     def can_read(self, output: int) -> bool:
-        """Return False for an encoded output that is too large, and keep it in ``skipped``."""
+        """Return False for an encoded output that is too large, and add it to ``skipped``."""
         if self._is_plain(output):
             return True
         limit = memory_budget.get_limit()
@@ -306,7 +307,7 @@ class _Reader:
         return False
 
     def announce(self, matrices: Sequence[_Matrix]) -> None:
-        """Request the samples of matrices from the storage at once: one by one each would be waited for."""
+        """Request the samples of all matrices from storage at once, to avoid waiting for each in turn."""
         for matrix in matrices:
             place = self._find_place(matrix.output)
             if place is not None:
@@ -340,7 +341,8 @@ class _Reader:
             yield self.read(matrix.output, matrix.start + at, min(_WINDOW, matrix.size - at))
 
     def _find_place(self, output: int) -> tuple[int, int] | None:
-        """Return the descriptor of the one file that holds an output in one piece, and the first byte."""
+        """Return the descriptor of the file that contains an output contiguously, and the offset of its first
+        byte."""
         if output not in self._places:
             found = self._plan.contiguous(output)
             descriptor = None
@@ -362,14 +364,14 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A family, and what is odd about its experts."""
+    """A family, and its suspicious experts."""
 
     family: _Family
-    #: Experts that equal another one: the first of them, and the other.
+    #: Pairs of equal experts.
     pairs: list[tuple[_Matrix, _Matrix]]
-    #: The same if so many are equal that it must be by design.
+    #: Pairs of equal experts if so many are equal that it must be by design.
     by_design: list[tuple[_Matrix, _Matrix]]
-    #: Experts that hold one value throughout, with it; not those that the core reports.
+    #: Constant experts with their value, without those that the core reports.
     constants: list[tuple[_Matrix, float]]
 
 
@@ -407,13 +409,13 @@ def _compare_family(family: _Family, reader: _Reader, names: Sequence[str], repo
 
 
 def _is_constant(raw: np.ndarray[Any, Any], item: int) -> bool:
-    """Return True if all elements have the same bytes."""
+    """Return True if all elements are bytewise equal."""
     elements = raw[: raw.size // item * item].reshape(-1, item)
     return bool((elements == elements[0]).all())
 
 
 def _find_constant(matrix: _Matrix, family: _Family, reader: _Reader) -> float | None:
-    """Return the one value of a matrix of floating-point numbers; None if it has several."""
+    """Return the value of a constant floating-point matrix; None if it has several values."""
     if family.dtype not in _FLOATS:
         return None
     first = None
@@ -430,7 +432,7 @@ def _find_constant(matrix: _Matrix, family: _Family, reader: _Reader) -> float |
 
 
 def _group_equal(suspects: Sequence[_Matrix], family: _Family, reader: _Reader) -> list[list[_Matrix]]:
-    """Group the matrices that are equal in all bytes; none of few different values."""
+    """Group the matrices that are equal in all bytes, without matrices with few distinct values."""
     contents: dict[bytes, list[_Matrix]] = {}
     for matrix in suspects:
         digest = hashlib.blake2b(digest_size=32)
@@ -445,7 +447,7 @@ def _group_equal(suspects: Sequence[_Matrix], family: _Family, reader: _Reader) 
 
 
 def _has_values(matrix: _Matrix, family: _Family, reader: _Reader) -> bool:
-    """Return True if a matrix has so many different values that an equal one cannot be a coincidence."""
+    """Return True if a matrix has so many distinct values that equality cannot be a coincidence."""
     import numpy as np
 
     item = item_size(family.dtype)
@@ -460,7 +462,7 @@ def _has_values(matrix: _Matrix, family: _Family, reader: _Reader) -> bool:
 
 
 def _is_by_design(pairs: Sequence[tuple[_Matrix, _Matrix]], matrices: Sequence[_Matrix]) -> bool:
-    """Return True if more than a third of all experts, or of those of a layer, equal another one."""
+    """Return True if more than a third of all experts, or of a layer's experts, equal another one."""
     if len(pairs) < 2:
         return False
     equal = {matrix.expert for pair in pairs for matrix in pair}
@@ -505,7 +507,7 @@ def _drop_reported_zeros(
     names: Sequence[str],
     reports_zeros: bool,
 ) -> list[tuple[_Matrix, float]]:
-    """Drop zeros that the core reports, and constants if no expert holds anything else."""
+    """Drop zeros that the core reports, and constants if all experts are constant."""
     others = [(matrix, value) for matrix, value in constants if value != 0]
     zeros = [(matrix, value) for matrix, value in constants if value == 0]
     if len(others) == len(matrices):
@@ -524,7 +526,7 @@ def _drop_reported_zeros(
 
 
 def _is_projection(name: str) -> bool:
-    """Return True if the core takes a tensor for a projection, by its name."""
+    """Return True if the core treats a tensor as a projection, by its name."""
     words = _WORD.findall(".".join(name.lower().split(".")[-2:]))
     return any(fnmatchcase(word, one) for word in words for one in WORDS["projections"])
 
@@ -532,7 +534,7 @@ def _is_projection(name: str) -> bool:
 def _drop_full_tensors(
     zeros: list[tuple[_Matrix, float]], matrices: Sequence[_Matrix]
 ) -> list[tuple[_Matrix, float]]:
-    """Drop the zeros of tensors that hold nothing else, which the core reports."""
+    """Drop all-zero tensors, which the core reports."""
     counts = Counter(matrix.output for matrix in matrices)
     counts.subtract(matrix.output for matrix, _ in zeros)
     return [one for one in zeros if counts[one[0].output]]
@@ -541,7 +543,7 @@ def _drop_full_tensors(
 def _drop_planes(
     zeros: list[tuple[_Matrix, float]], matrices: Sequence[_Matrix]
 ) -> list[tuple[_Matrix, float]]:
-    """Drop the zeros of experts that are zero in all layers, and of layers whose experts all are."""
+    """Drop experts that are zero in all layers, and layers whose experts are all zero."""
     cells = {(matrix.expert.layer, matrix.expert.number) for matrix, _ in zeros}
     layers = {matrix.expert.layer for matrix in matrices}
     numbers = {matrix.expert.number for matrix in matrices}
@@ -555,7 +557,7 @@ def _drop_planes(
 
 
 def _report_copies(found: Sequence[_Compared], names: Sequence[str]) -> list[Finding]:
-    """Report experts that equal another one: each alone, or all of them if they are many."""
+    """Report experts that equal another one, individually or, if there are many, in one finding."""
     pairs: dict[tuple[_Expert, _Expert], list[_Matrix]] = {}
     for one in found:
         for first, other in one.pairs:
@@ -618,7 +620,7 @@ def _report_copies_by_design(found: Sequence[_Compared], names: Sequence[str]) -
 
 
 def _report_constants(found: Sequence[_Compared], names: Sequence[str]) -> list[Finding]:
-    """Report experts that hold one value throughout: each alone, or all of a value if they are many."""
+    """Report constant experts, individually or, if there are many, in one finding per value."""
     experts: dict[tuple[float, _Expert], list[_Matrix]] = {}
     for one in found:
         for matrix, value in one.constants:

@@ -1,4 +1,4 @@
-"""Parts of a model that no file of a checkpoint holds, taken from the model that training began with
+"""Parts of a model that a checkpoint lacks, taken from the model from which training started
 (``--fill-from``).
 
 Trainers that freeze a tower often save only the weights that they train, and transformers drops the layers
@@ -47,7 +47,8 @@ _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8", "I32")
 
 @dataclass(frozen=True)
 class MovedPart:
-    """A part of a model that was trained alone: its place there, and what describes the composite model."""
+    """A part of a model that was trained alone: its place in the composite model, and the description of that
+    model."""
 
     moves: Moves
     model: Description
@@ -62,17 +63,17 @@ class Filled:
     #: The path of the model, as given.
     path: str
     roots: list[Path]
-    #: Files that hold the taken tensors; their roots are numbered from 0.
+    #: Files with the taken tensors; their roots are numbered from 0.
     files: list[File]
     #: For each file, the names of the taken tensors, mapped to their names in the checkpoint.
     names: list[dict[str, str]]
     #: Names of the taken tensors, by part.
     parts: dict[str, list[str]]
-    #: Names of tensors that were requested one by one.
+    #: Names of tensors that were requested individually.
     single: list[str]
-    #: All that are taken.
+    #: All taken tensors.
     taken: TakenTensors
-    #: Where the checkpoint's tensors lie in the model, for a part of it that was trained alone.
+    #: The places of the checkpoint's tensors in the model, for a part that was trained alone.
     moved: MovedPart | None = None
 
 
@@ -95,7 +96,7 @@ def find(
         original: the model.
         path: the path of the model, as given.
         only: patterns of single tensors.
-        listed: the list that the checkpoint is compared with, for a checkpoint with the names in memory.
+        listed: the list with which the checkpoint is compared, for a checkpoint with the names in memory.
 
     Raises:
         FastshardError: if the model has errors; ``FS514`` if its tensors, or those of the checkpoint, are
@@ -221,7 +222,8 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
 
 
 def _move(source: Source, moved: MovedPart, path: str) -> tuple[Source, Finding]:
-    """Give the tensors of a part their names in the model; return the whole's declaration, and a note."""
+    """Rename the tensors of a part to their names in the model; return the composite model's declaration, and
+    a note."""
     prefix, names = source.names.prefix, moved.moves.names
     places = ", ".join(f"{part}* as {whole}*" for part, whole in moved.moves.prefixes.items())
     note = Finding.of(
@@ -240,7 +242,7 @@ def _move(source: Source, moved: MovedPart, path: str) -> tuple[Source, Finding]
 def _find_promised(
     config: Mapping[str, Any], by_name: Mapping[str, str], present: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Find the names of the parts that a config promises and of which nothing is present."""
+    """Find the names of promised parts that are missing completely."""
     present = list(present)
     parts = {}
     for part in promised(config):
@@ -272,7 +274,7 @@ def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], s
 
 
 def _model(original: Checkpoint) -> _Model:
-    """List the tensors of a model that stores full tensors, with the files that hold them."""
+    """List the tensors of a model that stores full tensors, with their files."""
     opened = original.opened
     tensors = {name: (dtype, list(shape)) for name, dtype, shape, _, _ in original._plan.outputs}
     of_file = {}
@@ -294,7 +296,7 @@ def _model(original: Checkpoint) -> _Model:
 def _spelled(
     names: Iterable[str], have: Mapping[str, object], listed: ExpectedTensors | None
 ) -> dict[str, str]:
-    """Map the names of a model's tensors to those in the checkpoint, which may use the names in memory."""
+    """Map the names of a model's tensors to the names in the checkpoint, which may be the names in memory."""
     called = {name: name for name in names}
     if listed is None:
         return called
@@ -341,7 +343,7 @@ def _is_of_that_kind(
 def _dtypes_fit(
     taken: Iterable[tuple[str, list[int]]], have: Iterable[tuple[str, list[int]]], path: str
 ) -> None:
-    """Refuse floats of another dtype than most in the checkpoint, and codes if the checkpoint has none.
+    """Refuse floats whose dtype differs from most of the checkpoint's, and codes if the checkpoint has none.
 
     The config of the checkpoint does not describe such codes.
     """

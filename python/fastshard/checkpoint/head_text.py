@@ -1,4 +1,4 @@
-"""Rows of a fused tensor of queries, keys and values in words: which heads of which part they are."""
+"""Descriptions of the rows of a fused QKV tensor as heads of queries, keys or values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .box_text import Run, join_runs
 
 __all__ = ["heads"]
 
-#: Axis of the groups; parts, each with its number of heads in a group; axis of a head's rows.
+#: The axis of the groups; the parts, each with its number of heads in a group; and the axis of a head's rows.
 _FUSED = compile_when_used(r"(\w+)\*\(([^()]+)\)\*(\w+)")
 
 

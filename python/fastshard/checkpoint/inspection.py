@@ -1,5 +1,5 @@
-"""A summary of a checkpoint from its headers alone: framework, step, topology, tensors, bytes and what is
-missing."""
+"""A summary of a checkpoint from its headers alone: framework, step, topology, tensors, bytes and missing
+parts."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Inspection:
     provable: bool
     #: Number of tensors that are missing or incomplete.
     incomplete: int = 0
-    #: Number of all elements if every tensor were complete; None if it is not known.
+    #: Number of all elements if every tensor were complete; None if unknown.
     expected_parameters: int | None = None
 
     @property
     def complete(self) -> bool:
-        """True if, by the headers, nothing is missing or wrong."""
+        """True if the headers show no errors and nothing missing."""
         return not any(f.severity == "error" for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Inspection:
 def inspect(
     source: CheckpointSource, *, memory: str | int | None = None, **opening: Unpack[OpenOptions]
 ) -> Inspection:
-    """Describes a checkpoint by its headers: what wrote it, what it holds, and what is missing.
+    """Describes a checkpoint by its headers: the framework that wrote it, its contents, and what is missing.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.

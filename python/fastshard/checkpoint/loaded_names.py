@@ -1,5 +1,5 @@
-"""The check whether from_pretrained finds a model's tensors under names that the class in config.json does
-not write."""
+"""A check that from_pretrained finds tensors whose names differ from those that the class in config.json
+writes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _FRAMEWORKS = {
 def is_named_as_listed(
     listed: ExpectedTensors, names: Collection[str], stored_as: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Return True if every tensor that a class writes is stored under the name that the class writes.
+    """Return True if every tensor that a class writes is stored under the class's name for it.
 
     One of several tied tensors is enough.
 
     Args:
         listed: the tensors that the config promises.
         names: the names of the stored tensors.
-        stored_as: the names of tensors that are stored in another form, by the names in the list.
+        stored_as: the stored names of tensors that are stored in another form, by the names in the list.
     """
     # What lists tensors is loaded where there is a list.
     from ..expected.expected_list import patterns
@@ -93,10 +93,10 @@ def not_loaded(
     """Find tensors that from_pretrained would initialise because the files have other names.
 
     Args:
-        called: the class, in words.
+        called: description of the class.
         listed: the tensors that the config promises.
         names: the names of the stored tensors, by which they are loaded.
-        report: the complaints of a load of these tensors; None if the loader could not be asked.
+        report: the loader's complaints about these tensors; None if the loader could not be used.
         severity: the severity of the finding.
         allows_headless: whether a model without the head of its class passes with a warning.
     """
@@ -154,7 +154,7 @@ def _other_names(called: str, name: str, how: str, severity: str) -> Finding:
 
 
 def _whose(names: Sequence[str]) -> str | None:
-    """Name the other framework that most of these names belong to, if a layout table knows them."""
+    """Name the other framework to which most of these names belong, if a layout table knows them."""
     for layout in tables.names():
         framework = _FRAMEWORKS.get(layout.partition(".")[0])
         if framework is None or not names:
@@ -166,7 +166,7 @@ def _whose(names: Sequence[str]) -> str | None:
 
 
 def unloaded_prefix(model: Description, renamed: Mapping[str, str]) -> list[Finding]:
-    """Report names in a folder of ``save_pretrained`` whose prefix is not the one that the class loads.
+    """Report names in a folder of ``save_pretrained`` with a prefix that the class does not load.
 
     Args:
         model: the description of the model in the folder.

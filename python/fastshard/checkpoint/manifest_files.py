@@ -1,4 +1,4 @@
-"""Comparison of the files in a folder with the manifest of the result that was published there."""
+"""Comparison of a folder's files with the manifest of the result that was published there."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ _LOADED = (
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 #: Files that readers leave behind in a folder that they load from.
 _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
-#: Files that are created about a finished result: statements and signatures.
+#: Files about a finished result: statements and signatures.
 _EVIDENCE = ("fastshard.manifest.json", "fastshard.intoto.json", "model.sig", "*.sigstore.json")
 
 
 def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:
     """Return the index of the root that the manifest at ``path`` describes.
 
-    The manifest lies in this root, or names files of tensors there. Return None for the manifest of another
-    folder: then only its tensors are compared. A result and its source often have files of the same names. So
-    if the manifest of a result lies elsewhere and the files have other sizes, its tensors are compared. An
-    exception is a result whose tensor names stand for parts: it can only be compared by file.
+    The manifest is in this root, or names tensor files there. Return None for the manifest of another folder,
+    of which only the tensors are compared. A result and its source often have files with the same names. So
+    if the manifest of a result is elsewhere and the files have other sizes, its tensors are compared. An
+    exception is a result whose tensor names denote parts: it can only be compared by file.
     """
     listing = checkpoint.listing
     for index, root in enumerate(listing.roots):
@@ -93,7 +93,8 @@ def fits(document: dict[str, Any], plan: Plan) -> bool:
 
 
 def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
-    """Find files of tensors, and tensors, that the manifest at ``path`` names and the headers lack.
+    """Find tensor files and tensors that the manifest at ``path`` names but that are missing from the
+    headers.
 
     There is one finding for each file. The list is empty if the manifest describes another folder, or if CKPT
     is a single file.
@@ -133,7 +134,8 @@ def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -
 
 
 def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: RunOptions) -> list[Finding]:
-    """List files without tensors that differ from the manifest at ``path``, and files that it does not name.
+    """List files without tensors that differ from the manifest at ``path``, and files that are not in the
+    manifest.
 
     The list is empty if the manifest describes another folder, or if CKPT is a single file.
 
@@ -207,7 +209,7 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def loaded_beside(checkpoint: Checkpoint) -> list[File]:
-    """List the files without tensors that readers load together with the files of tensors."""
+    """List the files without tensors that readers load together with the tensor files."""
     read = {(file.root, file.path) for file in checkpoint.opened.behind}
     have = {file["path"] for file in checkpoint.files}
     folders = {(root, "") for root in range(len(checkpoint.listing.roots))}

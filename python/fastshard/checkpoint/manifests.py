@@ -1,4 +1,4 @@
-"""Manifests, and the comparison of a checkpoint with what a caller expects."""
+"""Manifests, and the comparison of a checkpoint with a caller's expectations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ProgressCallback = Callable[[int, int], object] | None
 class Manifest(Mapping[str, Any]):
     """A record, with hashes, of a result and its sources; it maps tensor names to their entries.
 
-    A name that several files hold is the name of a shard: its key is ``FILE:NAME``.
+    A name that occurs in several files denotes a shard; its key is ``FILE:NAME``.
     """
 
     def __init__(self, document: dict[str, Any], findings: list[Finding]) -> None:
@@ -73,12 +73,12 @@ class Manifest(Mapping[str, Any]):
 
     @property
     def tensor_files(self) -> list[dict[str, Any]]:
-        """Entries of the files that hold tensors; none for a store of arrays."""
+        """Entries of the tensor files; none for an array store."""
         return tensor_files(self.document)
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of all tensors in bytes."""
         return sum(math.prod(t["shape"]) * item_size(t["dtype"]) for t in self.document["tensors"])
 
     def __repr__(self) -> str:
@@ -104,15 +104,15 @@ class Manifest(Mapping[str, Any]):
 
 
 def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of a manifest's files that hold tensors, which are those with an identity."""
+    """Return a manifest's entries for tensor files, which are the entries with an identity."""
     return [file for file in document["files"] if file.get("identity")]
 
 
-#: Default budget in bytes, and the bytes added for a process that uses more already (torch alone may).
+#: Default budget in bytes, and the bytes added for a process that already uses more (with torch, it may).
 _DEFAULT_MEMORY = 256 << 20
 _HEADROOM = 128 << 20
-#: Bytes that headers, a manifest and its text take per byte of a name, and bytes that statistics take per
-#: tensor: twice the estimates of the core.
+#: Memory in bytes for headers, a manifest and its text per byte of a name, and for statistics per tensor;
+#: twice the core's estimates.
 _PER_NAME_BYTE = 8
 _PER_TENSOR = 6600
 
@@ -120,7 +120,7 @@ _PER_TENSOR = 6600
 def run_options(
     memory: str | int | None, threads: int | None, *holders: _core.Catalog | _core.Plan
 ) -> RunOptions:
-    """Return the options of an engine run, as the core takes them.
+    """Return the options of an engine run, in the form that the core reads.
 
     The default memory budget grows with the number of tensors in ``holders`` and the length of their names.
     """
@@ -143,7 +143,7 @@ def run_options(
 def _find_scratch_folder() -> str:
     """Return the folder for temporary files.
 
-    `tempfile` would find it too, but its import loads OpenSSL for random numbers.
+    `tempfile` would find it too, but importing it loads OpenSSL for random numbers.
     """
     if "tempfile" not in sys.modules:
         named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
@@ -163,7 +163,7 @@ def is_manifest(path: Path) -> bool:
 
 @dataclass
 class Expected:
-    """The expectation of a caller: a config for opening, a manifest for checking, or neither."""
+    """A caller's expectation: a config for opening, a manifest for checking, or neither."""
 
     config: StrPath | Mapping[str, Any] | None = None
     manifest: Path | None = None
@@ -185,7 +185,7 @@ class Expected:
     def check(
         self, checkpoint: Checkpoint, plan: Plan, run: RunOptions, progress: ProgressCallback
     ) -> list[Finding]:
-        """Compare a checkpoint with the given manifest, or else with the one in its roots."""
+        """Compare a checkpoint with the given manifest, or otherwise with the one in its roots."""
         path = self.manifest or beside(checkpoint)
         if path is None:
             return []
@@ -216,15 +216,15 @@ class Expected:
 
 
 def compare_taken(taken: TakenTensors, run: RunOptions, progress: ProgressCallback) -> list[Finding]:
-    """Compare tensors of another model, by hash, with the manifest beside it, if there is one.
+    """Compare tensors of another model, by hash, with the manifest next to it, if there is one.
 
     Args:
         taken: the tensors.
-        run: the options of an engine run; those that choose a part of the tensors are heeded.
+        run: the options of an engine run, including those that select a part of the tensors.
         progress: called with the progress.
 
     Raises:
-        FastshardError: ``FS518`` if the manifest cannot be read; if a file cannot.
+        FastshardError: ``FS518`` if the manifest cannot be read; other codes if a file cannot be read.
     """
     path = find_manifest(taken.roots) if taken.names else None
     if path is None:
@@ -240,7 +240,7 @@ def compare_taken(taken: TakenTensors, run: RunOptions, progress: ProgressCallba
 
 
 def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
-    """Decide whether ``--expect`` names a manifest or a config."""
+    """Determine whether ``--expect`` names a manifest or a config."""
     if expect is None:
         return Expected()
     if isinstance(expect, Mapping):
@@ -256,12 +256,12 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
 
 
 def beside(checkpoint: Checkpoint) -> Path | None:
-    """Return the manifest in one of the roots; ignore the one of a piece, which lists only files."""
+    """Return the manifest in one of the roots; ignore the manifest of a piece, which lists only files."""
     return find_manifest(checkpoint.roots)
 
 
 def find_manifest(roots: Iterable[Path]) -> Path | None:
-    """Find the manifest in one of the directories; ignore the one of a piece, which lists only files."""
+    """Find the manifest in one of the directories; ignore the manifest of a piece, which lists only files."""
     paths = [root / MANIFEST_NAME for root in roots]
     return next((path for path in paths if safe_files.is_file(path) and not is_piece(path)), None)
 
@@ -276,10 +276,9 @@ def is_piece(path: Path) -> bool:
 
 
 def accepted_before(paths: Iterable[StrPath]) -> list[str]:
-    """Return what the manifests of these checkpoints record as accepted, in the form of ``accept``.
+    """Return the accepted words that the manifests of these checkpoints record, in the form of ``accept``.
 
-    The files are compared with their entries in the manifest, so nothing beyond what was accepted then
-    passes.
+    The files are compared with their entries in the manifest, so nothing else is accepted.
     """
     words: list[str] = []
     for root in paths:
@@ -292,7 +291,7 @@ def accepted_before(paths: Iterable[StrPath]) -> list[str]:
 
 
 def accepted_by(path: Path) -> list[str]:
-    """Return what a manifest records as accepted, in the form of ``accept``.
+    """Return the accepted words that a manifest records, in the form of ``accept``.
 
     Raises:
         FastshardError: ``FS518`` if it cannot be read.
@@ -357,7 +356,7 @@ def _is_size(value: object) -> bool:
 
 
 def _rows(rows: object, needed: Collection[str] = ()) -> bool:
-    """Return True for a list of objects that have texts under these keys."""
+    """Return True for a list of objects that have strings under these keys."""
     return isinstance(rows, list) and all(
         isinstance(row, dict) and all(isinstance(row.get(key), str) for key in needed) for row in rows
     )
@@ -372,9 +371,9 @@ def against_result(
     severity: str = "warning",
     left_out: Collection[str] = (),
 ) -> list[Finding]:
-    """Compare what a plan would write with the tensors of a manifest, by name and hash.
+    """Compare a plan's outputs with the tensors of a manifest, by name and hash.
 
-    A tensor that the manifest does not name is a finding of ``severity``. Tensors in ``left_out`` are not
+    A tensor that is not in the manifest is a finding of ``severity``. Tensors in ``left_out`` are not
     checked.
     """
     findings, hashes, _ = plan.core.check(run, progress)

@@ -1,5 +1,5 @@
-"""Memory maps of source files, from descriptors that are already open: a name may refer to another file by
-now."""
+"""Memory maps of source files, from descriptors that are already open, because a name may now refer to
+another file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRIVATE = 8
 
 
 class _Private(mmap.mmap):
-    """A map of a complete file that copies pages on writing; no byte of it is handed out twice."""
+    """A copy-on-write map of a complete file; no byte of it is handed out twice."""
 
     ranges: list[tuple[int, int]]
 
@@ -46,14 +46,15 @@ class _Private(mmap.mmap):
 
 
 class Maps:
-    """Maps of a plan's files, shared by the views into them; a map is closed with its last view.
+    """Maps of a plan's files, which views share; a map is closed with its last view.
 
     Regardless of the number of views, a file takes one descriptor for views that only read, and a few for
     those that may be written to.
     """
 
     def __init__(self, descriptor: Callable[[int], int | None]) -> None:
-        """Keep ``descriptor``: it returns a new descriptor of a file, or None if the file must be read."""
+        """Store ``descriptor``, which returns a new descriptor of a file, or None if the file must be
+        read."""
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()

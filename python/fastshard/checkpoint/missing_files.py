@@ -1,4 +1,4 @@
-"""Missing pieces of a checkpoint, and how to copy them from the hosts that have them."""
+"""Missing pieces of a checkpoint, and commands that copy them from the hosts that have them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class Absent:
     chunks: dict[str, list[str]]
     #: Commands that copy the pieces from another host (``HOST``) to this one, and that merge all of them.
     commands: list[str]
-    #: Layers of which all files are missing, in words.
+    #: Descriptions of layers whose files are all missing.
     layers: list[str] = field(default_factory=list)
     #: Folders next to the checkpoint that hold missing files, with the number of files in each.
     siblings: dict[str, int] = field(default_factory=dict)
 
     @property
     def may_be_elsewhere(self) -> bool:
-        """True for pieces that a process of the job wrote; no other host has more of a downloaded model."""
+        """True for pieces that a process of the job wrote. A downloaded model is not more complete on another
+        host."""
         return bool(self.chunks or self.layers or any(self.files))
 
     def describe(self) -> str:
-        """Describe for users where the pieces may be, and how to get them."""
+        """Describe where the pieces may be, and how to get them."""
         if self.siblings:
             missing = len({file for files in self.files.values() for file in files})
             held = [
@@ -70,7 +71,8 @@ def _layers(finding: Finding) -> str:
 
 
 def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | None:
-    """Return the pieces that findings report as missing, and how to get them; None if there are none.
+    """Return the pieces that findings report as missing, and the commands that copy them; None if there are
+    none.
 
     These are findings with the codes ``FS101``, ``FS103`` and ``FS111``.
     """
@@ -130,8 +132,8 @@ _MOST_SIBLINGS, _MOST_FILES = 100, 256
 def _find_siblings(files: Collection[str], roots: Sequence[Path]) -> dict[str, int]:
     """Find folders next to the roots that hold missing files, by name, with the number of files in each.
 
-    A folder that also has everything that lies next to the missing files is not part of this checkpoint: it
-    is a copy of it, or another checkpoint.
+    A folder that also has all files next to the missing ones is not a part of this checkpoint: it is a copy
+    of it, or another checkpoint.
     """
     found: dict[str, int] = {}
     wanted = sorted(files)[:_MOST_FILES]
@@ -156,7 +158,7 @@ def _find_siblings(files: Collection[str], roots: Sequence[Path]) -> dict[str, i
 
 
 def _holds_all(sibling: Path, root: Path, files: Sequence[str]) -> bool:
-    """Return True if a folder holds, by name, every file that lies next to the missing files in the root."""
+    """Return True if a folder has, by name, every file that is next to the missing files in the root."""
     for file in files:
         folder = next((path for path in Path(file).parents if (root / path).is_dir()), None)
         if folder is None:

@@ -1,9 +1,9 @@
-"""A part of a composite model that was trained alone, under names of its own, found in the composite model.
+"""The place in a composite model of a part that was trained alone under its own names.
 
-A text model of a vision model calls ``model.layers.0`` what the whole calls
-``model.language_model.layers.0``; a thinker calls ``model.layers.0`` what the omni model calls
-``thinker.model.layers.0``. Names are moved by prefix, and only as a whole: each tensor of the part must be
-there, with the same shape.
+For example, ``model.layers.0`` of a vision model's text part is ``model.language_model.layers.0`` in the
+vision model, and ``model.layers.0`` of a thinker is ``thinker.model.layers.0`` in the omni model. Names are
+changed by prefix, and only for the complete part: the composite model must have each tensor of the part, with
+the same shape.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..models.tensor_words import WORDS
 __all__ = ["Moves", "find", "is_of_tokens", "is_own_head", "make_shape_finding"]
 
 _HEADS = WORDS["head_modules"]
-#: Modules whose tensors have a row for each token.
+#: Names of modules whose tensors have a row for each token.
 _TABLES = (*WORDS["embedding_modules"], *_HEADS)
-#: Levels of configs within each other that are looked at.
+#: Maximum nesting of configs that are read.
 _DEEPEST = 4
 
-#: Settings that the shapes of the tensors show, and the one that no result depends on.
+#: Settings that the tensor shapes determine, and the one that does not affect any result.
 _SHOWN = frozenset(
     ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "max_position_embeddings")
 )
@@ -43,11 +43,11 @@ class Moves:
 
     #: Names in the composite model by the part's own.
     names: dict[str, str]
-    #: Beginnings of names in the part, and what they are in the composite model.
+    #: Prefixes of names in the part, and the corresponding prefixes in the composite model.
     prefixes: dict[str, str]
-    #: Beginnings of the names of all modules in the composite model that belong to the part.
+    #: Prefixes of the names of all modules in the composite model that belong to the part.
     roots: tuple[str, ...]
-    #: What there is to say about settings that the part's config alone states.
+    #: Findings about settings that only the part's config states.
     findings: tuple[Finding, ...] = ()
 
     def holds(self, name: str) -> bool:
@@ -55,7 +55,8 @@ class Moves:
         return name.startswith(self.roots)
 
     def find_place(self, name: str) -> str:
-        """Find the module of a tensor outside the part: the first one in which nothing of the part lies."""
+        """Find the module of a tensor outside the part: the outermost one that contains nothing of the
+        part."""
         parts = name.split(".")
         for count in range(1, len(parts)):
             place = ".".join(parts[:count])
@@ -78,7 +79,7 @@ def find(
         whole: the tensors of the model.
         configs: the config of the part and of the model, if they have any.
         path: the path of the model, for messages.
-        only: returns True for a name of a tensor that is taken from the model on request.
+        only: returns True for the name of a tensor that is taken from the model on request.
 
     Raises:
         FastshardError: ``FS106`` if it fits several places; ``FS102`` if the model has more tensors there
@@ -140,7 +141,8 @@ def find(
 
 
 def _is_of_one_class(one: Any, other: Any) -> bool:
-    """Return True for two model types of one class: Kimi-K2 is a DeepSeek-V3 by another name."""
+    """Return True for two model types of one class, e.g. Kimi-K2, which is a DeepSeek-V3 with another
+    name."""
     classes = tables.classes()
     found = [classes.get(kind) for kind in (one, other) if isinstance(kind, str)]
     architectures = [of.architecture for of in found if of is not None]
@@ -148,7 +150,7 @@ def _is_of_one_class(one: Any, other: Any) -> bool:
 
 
 def is_of_tokens(name: str) -> bool:
-    """Return True for a tensor with a row for each token: of an embedding or a head."""
+    """Return True for a tensor with a row for each token: an embedding or a head."""
     return _is_in(name, _TABLES)
 
 
@@ -165,7 +167,7 @@ def make_shape_finding(path: str, name: str, expected: list[int], got: list[int]
 
 
 def is_own_head(name: str, part: Tensors, whole: Tensors) -> bool:
-    """Return True for a head of the composite model that a part without one was trained with or tied to."""
+    """Return True for a head of the composite model with which a part without a head was trained or tied."""
     if not _is_in(name, _HEADS) or any(_is_in(one, _HEADS) for one in part):
         return False
     return whole[name][1] in [shape for one, (_, shape) in part.items() if is_of_tokens(one)]
@@ -189,8 +191,8 @@ def _compare_settings(
 ) -> tuple[Finding, ...]:
     """Refuse a part whose config states other settings: the result has the config of the composite model.
 
-    Return a warning if that one leaves out settings that the part's states: the default of its class then
-    counts, which no file states.
+    Return a warning if the composite model's config omits settings that the part's config states, because
+    then the class's default applies, which no file states.
     """
     settings = read_settings(own)
     inner_settings = {where: read_settings(config) for where, config in inner.items()}

@@ -1,4 +1,4 @@
-"""The opening of a checkpoint from its headers; problems become findings."""
+"""Opening a checkpoint from its headers; problems become findings."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
-#: Headers that are requested from a store at once.
+#: Number of headers that are requested from a store at once.
 _REQUESTS = 64
-#: Options that name files or folders, which may lie in a store.
+#: Options that name files or folders, which may be in a store.
 _PATHS = ("like", "config", "adapter", "fill_from")
 
 
@@ -65,7 +65,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
-        options: how the checkpoint is read.
+        options: options for reading the checkpoint.
 
     Raises:
         TypeError: for an unknown option.
@@ -91,7 +91,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 
 
 def _open(paths: tuple[StrPath, ...], options: OpenOptions) -> Checkpoint:
-    """Open a checkpoint by paths of this host; see :func:`open`."""
+    """Open a checkpoint by local paths; see :func:`open`."""
     request = _read_request(paths, options)
     files = _find_files(request)
     log("open", "%s in %d files", files.found.framework, len(files.found.files))
@@ -105,7 +105,7 @@ def _open(paths: tuple[StrPath, ...], options: OpenOptions) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Request:
-    """The checked options of opening, before anything of the checkpoint is read."""
+    """The checked options of :func:`open`, before any part of the checkpoint is read."""
 
     paths: tuple[StrPath, ...]
     options: OpenOptions
@@ -133,16 +133,16 @@ def _read_request(paths: tuple[StrPath, ...], options: OpenOptions) -> _Request:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a checkpoint by name, and the files that are read in addition."""
+    """The files of a checkpoint by name, and additional files to read."""
 
     listing: Listing
-    #: Findings for placeholders of files: pointers, web pages, empty files.
+    #: Findings for placeholders: pointer files, web pages, empty files.
     placeholders: dict[str, Finding]
     found: Found[Any]
     roots: Sequence[Path]
     adapter: AdapterFiles | None
     fillings: Filled | None
-    #: The adapter's weights, and the files that parts are taken from, with the numbers of their roots.
+    #: The adapter's weights, and the files from which parts are taken, with the numbers of their roots.
     adapter_files: Sequence[File]
     filling_files: Sequence[File]
 
@@ -153,7 +153,7 @@ class _Files:
 
 
 def _find_files(request: _Request) -> _Files:
-    """List names and sizes, choose the framework and the step, and find the files to read in addition.
+    """List names and sizes, choose the framework and the step, and find additional files to read.
 
     Raises:
         FastshardError: if there is no checkpoint at the paths, with possible reasons.
@@ -184,7 +184,7 @@ def _detect(listing: Listing, placeholders: dict[str, Finding], options: Options
     """Detect the framework and the step.
 
     Raises:
-        FastshardError: if there is no checkpoint; unreadable directories and placeholders come first.
+        FastshardError: if there is no checkpoint; unreadable directories and placeholders are reported first.
     """
     try:
         found = detect(listing, options)
@@ -206,7 +206,7 @@ class _Headers:
     catalog: _core.Catalog
     #: None for a file that cannot be read.
     readable: list[_core.OpenedFile | None]
-    #: The headers of the checkpoint's own files, for its adapter.
+    #: The headers of the checkpoint's own files, for its source adapter.
     contents: Contents
     findings: Sequence[Finding]
 
@@ -243,7 +243,7 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
 
 
 def _count_header_threads(roots: Sequence[Path], threads: int) -> int:
-    """Return the number of threads that read headers: each waits for a store, and hardly computes."""
+    """Return the number of threads for reading headers; each mostly waits for a store."""
     return max(threads, _REQUESTS) if any(is_stored(root) for root in roots) else threads
 
 
@@ -294,7 +294,7 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
 def _check_names(
     source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
 ) -> tuple[Source, list[Finding]]:
-    """Compare the names of files and tensors with an index, their numbers, and the names inside archives.
+    """Check the names of files and tensors against an index, their numbering, and the names inside archives.
 
     Raises:
         FastshardError: ``FS515`` for paths that are not part of this checkpoint.
@@ -441,7 +441,7 @@ def _read_reference(path: StrPath, threads: int | None) -> Reference:
 def _choose_holes(listing: Listing, options: Options) -> Literal["refuse", "accept", "compare"]:
     """Choose how to treat large holes in files.
 
-    A manifest describes the contents, so the hashes are compared if there is one.
+    If there is a manifest, its hashes are compared instead.
     """
     if "holes" in options.accept:
         return "accept"
@@ -449,7 +449,7 @@ def _choose_holes(listing: Listing, options: Options) -> Literal["refuse", "acce
 
 
 def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole:
-    """Open a checkpoint as a reference; return its declaration, findings, tensors and files."""
+    """Open a checkpoint as a reference, and return its declaration, findings, tensors and files."""
     from ..expected.reference import Whole
 
     checkpoint = _opened(path, threads=threads, accept=accept)
@@ -486,7 +486,8 @@ def _nothing_below(prefix: str, framework: str) -> FastshardError:
 
 
 def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[str]) -> list[Finding]:
-    """Refuse a DTensor in a file that is read as a full model: its slice would pass for the full tensor.
+    """Refuse a DTensor in a file that is read as a full model, because its slice would be treated as the full
+    tensor.
 
     Return a finding if parts are accepted.
 
@@ -512,10 +513,10 @@ def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[
 
 
 def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:
-    """Refuse files of tensors, and directories with a checkpoint, that were given but not read.
+    """Refuse tensor files, and directories with a checkpoint, that were given but not read.
 
     Raises:
-        FastshardError: ``FS515`` for paths that are not part of the checkpoint that the other paths hold.
+        FastshardError: ``FS515`` for paths that are not part of the same checkpoint as the other paths.
     """
     if len(listing.roots) == 1 or any(finding.severity == "error" for finding in findings):
         return
@@ -548,7 +549,7 @@ def _refuse_unread(listing: Listing, found: Found[object], findings: list[Findin
 
 
 def _is_checkpoint(root: Path, others: set[str]) -> bool:
-    """Return True if a directory holds a checkpoint that is not a copy of the files that were read."""
+    """Return True if a directory contains a checkpoint that is not a copy of the files that were read."""
     if _core.is_remote(root):
         return False
     try:
@@ -561,7 +562,7 @@ def _is_checkpoint(root: Path, others: set[str]) -> bool:
 
 
 def _behind(found: Found[object]) -> list[File]:
-    """List all files that hold the data, including every file of a store."""
+    """List all files with data, including every file of a store."""
     stores = [file for blocks in found.blocks.values() for file in blocks.files]
     return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]
 
@@ -576,7 +577,7 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
 
 
 def _label_files(files: Sequence[File], roots: Sequence[Path]) -> list[str]:
-    """Return the names of files in findings: the path, with the root if several roots hold the same path."""
+    """Return the names of files in findings: the path, with the root if several roots have the same path."""
     counts = Counter(file.path for file in files)
     return [
         file.path if counts[file.path] == 1 else os.fspath(roots[file.root] / file.path) for file in files
@@ -602,7 +603,7 @@ def _strays(
     roots: list[Path],
     threads: int,
 ) -> stray_tensors.Strays:
-    """Find the reasons why tensors are missing from the files that should hold them."""
+    """Find the reasons why tensors are missing from the files that should contain them."""
     stored_names = {i: names for i, names in stored_names.items() if i < len(found.files)}
     paths = {i: found.files[i].path for i in stored_names}
 
@@ -651,7 +652,7 @@ def _expected_names(
     readable: list[_core.OpenedFile | None],
     strays: stray_tensors.Strays,
 ) -> list[Finding]:
-    """Find tensors that an index or layout.json names and the file lacks."""
+    """Find tensors that an index or layout.json names but that are missing from the file."""
     findings: list[Finding] = []
     paths = {i: file["path"] for i, file in enumerate(readable) if file is not None}
     if index.weight_map is not None:
@@ -673,12 +674,12 @@ def _expected_names(
     return findings
 
 
-#: What functions of the API accept as a checkpoint: an open one, its path, or several node-local paths.
+#: A checkpoint, as API functions accept it: an opened one, its path, or several node-local paths.
 CheckpointSource = Checkpoint | StrPath | Iterable[StrPath]
 
 
 def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
-    """Open a checkpoint that is not open yet; refuse options for one that is."""
+    """Open a checkpoint if it is not open yet; refuse options for an open one."""
     if isinstance(source, Checkpoint):
         late = sorted(
             key for key, value in options.items() if value not in (None, (), []) and key != "threads"

@@ -1,4 +1,5 @@
-"""Files whose pickle calls a function where other ranks' files have tensors: no rank wrote such a file."""
+"""Files whose pickle calls a function where other ranks' files have tensors, so that no rank can have written
+them."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ __all__ = ["calls_for_tensors"]
 
 #: Packages whose objects training code saves next to tensors.
 _HARMLESS = ("argparse", "collections", "datetime", "enum", "megatron", "numpy", "pathlib", "torch", "types")
-#: Levels of nested objects that are searched.
+#: Maximum nesting of objects to search.
 _DEPTH = 6
 
 
 def calls_for_tensors(
     catalog: _core.Catalog, readable: Sequence[_core.OpenedFile | None]
 ) -> dict[int, Finding]:
-    """Find files that hold calls but no tensors, although files with similar names hold tensors.
+    """Find files that contain calls but no tensors, although files with similar names contain tensors.
 
     Return a finding for each such file, by its number.
 

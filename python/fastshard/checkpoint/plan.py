@@ -1,4 +1,4 @@
-"""A plan: the outputs and their sources, before a byte is written."""
+"""A plan: the outputs and their sources, before any byte is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Plan"]
 class Plan:
     """A plan: every output tensor as views over pieces of source files.
 
-    ``findings`` lists what was found while planning. A plan with an error among them cannot be written.
+    ``findings`` lists the findings from planning. A plan with an error among them cannot be written.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Plan:
         self.findings = findings
         self.source = source
         self.target = target
-        #: True for a result that is a store of arrays.
+        #: True for a result that is an array store.
         self.writes_arrays = writes_arrays
         #: True for a conversion of a model without a table, which keeps its names and config.
         self.keeps_names = keeps_names
         #: Texts that are written next to the tensors (config.json and the like), by name.
         self.texts = texts or {}
-        #: Incomplete tensors that the checkpoint declares or must hold, sorted, with the number of elements
-        #: of each if it is known.
+        #: Incomplete tensors that the checkpoint declares or must contain, sorted, with the number of
+        #: elements of each if known.
         self.lost = {name: of for name, of in sorted((lost or {}).items()) if name not in self.index}
-        #: torch's name of the dtype of most floating-point bytes.
+        #: torch's name for the dtype of most floating-point bytes.
         self.main_dtype = main
-        #: The findings before those of one cause were merged: one for each file.
+        #: The findings before merging by cause: one for each file.
         self.each = findings if each is None else each
         #: The causes of findings of the core that are not among ``findings``.
         self.causes = causes or Causes()
@@ -70,8 +70,8 @@ class Plan:
     def expected_parameters(self) -> int | None:
         """Number of elements if all tensors were complete; None if an incomplete tensor has an unknown size.
 
-        It is also None if an error hides what the checkpoint must hold, or if a lost file with unlisted
-        contents may have held tensors that no layout names.
+        It is also None if an error hides the required tensors, or if a lost file with unlisted contents may
+        have contained tensors that no layout names.
         """
         sizes = [size for size in self.lost.values() if size is not None]
         broken = any(f.severity == "error" for f in self.findings)
@@ -99,7 +99,7 @@ class Plan:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each output by name; by ``FILE:NAME`` if ranks have outputs of the same name."""
+        """Position of each output by name, or by ``FILE:NAME`` if ranks have outputs with the same name."""
         index = {output[0]: i for i, output in enumerate(self.outputs)}
         if len(index) < len(self.outputs):
             index = {name: i for i, name in enumerate(self.core.names())}
@@ -107,7 +107,8 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict[str, Logical]:
-        """Weights whose codes are outputs, by the names of the codes; access reads small records."""
+        """Quantised weights whose codes are outputs, by the names of the codes; access reads small
+        records."""
         return {} if self._opened is None else weights_of(self._opened)
 
     @cached_property
@@ -116,10 +117,10 @@ class Plan:
         return self.core.summary()
 
     def trace(self, name: str) -> dict[str, Any]:
-        """Traces an output to rules, ranks, files and offsets, with the operations on its values.
+        """Traces an output to rules, ranks, files and offsets, including the operations on its values.
 
         Raises:
-            KeyError: if there is no output of this name, with the name that may be meant.
+            KeyError: if no output has this name; the message suggests a similar name.
         """
         from .provenance import excerpt_of, origin
 
@@ -131,7 +132,7 @@ class Plan:
         """Returns the position of an output.
 
         Raises:
-            KeyError: if no output has this name, with the name that may be meant.
+            KeyError: if no output has this name; the message suggests a similar name.
         """
         try:
             return self.index[name]

@@ -1,4 +1,4 @@
-"""Findings about a plan beyond those of the core, e.g. on the choice of weights, proof and casts."""
+"""Findings about a plan beyond the core's, e.g. about the choice of weights, proof and casts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def weights_taken(
     optimizer: bool,
     needed_by: str | None = None,
 ) -> list[Finding]:
-    """Report which copy of the weights is taken, and adapt the findings about optimizer files to it.
+    """Report which copy of the weights is used, and adapt the findings about optimizer files to it.
 
     Args:
-        state: the optimizer state that the checkpoint holds.
+        state: the optimizer state in the checkpoint.
         has_slots: True if moments can be read from it.
         opened: the findings of opening the checkpoint.
         weights: the requested copy of the weights.
@@ -94,7 +94,7 @@ def weights_taken(
 def _refuse_missing_copy(
     state: Optimizer, weights: str | None, optimizer: bool, needed_by: str | None
 ) -> None:
-    """Refuse to take a copy of the weights, or optimizer state, that the checkpoint does not hold.
+    """Refuse a request for a copy of the weights, or optimizer state, that the checkpoint does not contain.
 
     Raises:
         FastshardError: if the optimizer's files cannot be read; ``FS402`` if there are none.
@@ -132,7 +132,7 @@ def _without_state(optimizer: bool, needed_by: str | None) -> str:
 def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evidence | None:
     """Collect what a Hugging Face model that no table describes states about itself; return None for others.
 
-    Of a model with towers a table describes the text model alone.
+    For a model with towers, a table describes only the text model.
     """
     model, source, draft = opened.source.model, merged.source, merged.draft
     by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
@@ -154,9 +154,10 @@ def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evi
 
 
 def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | None, why: str = "") -> Finding:
-    """Build the finding that nothing states all tensors that must exist.
+    """Build the finding that the list of required tensors is unknown or partial.
 
-    The finding names what nothing covers; ``why`` is the reason why transformers does not state it either.
+    The finding names the tensors that no list covers; ``why`` is the reason why transformers does not list
+    them either.
     """
     if not has_config:
         help_ = "pass --expect CONFIG (a config.json or the training config)"
@@ -182,7 +183,7 @@ def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | Non
 
 
 def asked_for(finding: Finding, request: Request) -> Finding:
-    """Turn a finding about a tensor into a note if the request leaves the tensor out.
+    """Turn a finding about a tensor into a note if the request excludes the tensor.
 
     Patterns match as in the core.
     """
@@ -192,7 +193,7 @@ def asked_for(finding: Finding, request: Request) -> Finding:
 
 
 def beyond_config(finding: Finding, model: Description) -> Finding:
-    """Add what the config says to the finding for a tensor of a layer that the config does not count."""
+    """Add the config's number of layers to the finding for a tensor in a layer beyond it."""
     layer = layer_of(finding.tensor) if finding.code == codes.CONFIG_DISAGREES and finding.tensor else None
     if layer is None or finding.evidence or model.config_file is None:
         return finding
@@ -206,11 +207,12 @@ def beyond_config(finding: Finding, model: Description) -> Finding:
 
 
 def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding]:
-    """Warn if patterns take only a part of a quantised weight, as codes are worthless without their scales.
+    """Warn if patterns select only a part of a quantised weight, because codes are useless without their
+    scales.
 
     Args:
         names: the names of the tensors of each weight.
-        taken: the model's own names of the tensors that are taken.
+        taken: the model's own names of the selected tensors.
     """
     parts = [[name for name in of if name in taken] for of in names]
     apart = [at for at, of in enumerate(names) if 0 < len(parts[at]) < len(of)]
@@ -233,7 +235,7 @@ def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding
 
 
 def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> list[Finding]:
-    """Report quantised weights whose values are not computed, so that the requested cast would skip them."""
+    """Report quantised weights whose values are not computed, because the requested cast would skip them."""
     left = [
         (name, t.dtype)
         for name, t in tensors.items()

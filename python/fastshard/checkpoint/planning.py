@@ -1,4 +1,4 @@
-"""The construction of a plan: drafted once, checked, and placed into files."""
+"""Construction of a plan: it is drafted once, checked, and placed into files."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ class _Draft:
     target: Target | None
     #: The request that the core drafted.
     core_request: CoreRequest
-    #: How the names of a merge became those of a reference; empty if they did not.
+    #: Description of how a merge's names were changed to a reference's; empty if they were not.
     renamed: str
     core: _core.Draft
-    #: The findings of opening, with the help that fits this request.
+    #: The findings from opening, with help that fits this request.
     findings: list[Finding]
     #: The causes among these findings.
     causes: Causes
-    #: The core's findings about the outputs, and the outputs that it could not compose, with the number of
-    #: elements of each.
+    #: The core's findings about the outputs, and the outputs that it could not compose, with their numbers of
+    #: elements.
     found: list[Finding]
     lost: dict[str, int | None]
     #: Sizes of the model, by axis.
@@ -130,7 +130,7 @@ class _Draft:
 
     @cached_property
     def main_dtype(self) -> str | None:
-        """torch's name of the dtype of most floating-point bytes."""
+        """torch's name for the dtype of most floating-point bytes."""
         return _main_dtype(self.dtypes, self.is_of_masters)
 
 
@@ -198,9 +198,9 @@ def _build_plan(opened: Opened, request: Request) -> Plan:
 
 
 def _authority(draft: _Draft) -> str | None:
-    """Return who lists the tensors that decide the names of a result.
+    """Return the authority whose list of tensors determines the names of a result.
 
-    Return None if the checkpoint or a table decides them.
+    Return None if the checkpoint or a table determines them.
     """
     opened = draft.opened
     if opened.reference is not None:
@@ -214,7 +214,7 @@ def _take_form_of_reference(
 ) -> tuple[Source, Form | None, str]:
     """Return the source with the names of the reference, its form, and how tensors were renamed.
 
-    Without a reference and a list of tensors the source stays as it is.
+    Without a reference and a list of tensors, the source is unchanged.
     """
     # What compares is loaded where there is something to compare with.
     if opened.reference is not None:
@@ -303,8 +303,8 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
 def _kept(opened: Opened, request: Request) -> dict[str, object]:
     """Return the tensors that keep their dtype when others are cast to a narrower one.
 
-    These are the tensors that transformers' class keeps in float32, and those whose names are words for such
-    tensors. Layout tables list such tensors themselves.
+    These are the tensors that the transformers class keeps in float32, and tensors with typical names. Layout
+    tables list these tensors themselves.
     """
     if request.keep_dtype == "none" or request.dtype == "f32":
         # A wider dtype loses nothing.
@@ -367,7 +367,7 @@ def _refuse_codes(weights: Sequence[Weight], request: Request, *, is_adapted: bo
 def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     """Return the metadata of the headers for tensors of torchao, and the reasons why it cannot be written.
 
-    It cannot be written if it would be wrong: for a result with other names, other values or another form.
+    It cannot be written if it would be wrong, i.e. for a result with other names, values or another form.
     """
     records, source = draft.opened.quantised.records, draft.source
     unwritable = draft.opened.quantised.unwritable
@@ -397,7 +397,7 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
 
 
 def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[PromisedPart]]:
-    """Return the names of all tensors, and the parts that a config promises with their tensors among them."""
+    """Return the names of all tensors, and the parts that a config promises, with their tensors."""
     if opened.reference is not None or not list_promised_parts(source, ()):
         return frozenset(), []
     names = {name for unit in source.files.units for name in opened.catalog.names(unit.file)}
@@ -466,7 +466,7 @@ def _is_described_anew(draft: _Draft) -> bool:
 
 
 def _with_own_names(draft: _Draft) -> Merged:
-    """Return the draft with the model's own names, which that of another framework's target has not."""
+    """Return the draft with the model's own names, for a draft for another framework's target."""
     merged = draft.merged
     has_own = draft.target is None or draft.request.to == "hf"
     if has_own or not draft.opened.is_composite:
@@ -477,7 +477,7 @@ def _with_own_names(draft: _Draft) -> Merged:
 
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:
-    """Find tensors of a few layers with another dtype than the same tensors of all other layers.
+    """Find tensors in a few layers whose dtype differs from that in all other layers.
 
     The list is empty for quantised models, which mix dtypes on purpose, for a checkpoint with a reference,
     which states more, and after an error, which may explain a dtype.
@@ -499,7 +499,7 @@ def _odd_dtypes(draft: _Draft) -> list[Finding]:
 def _facts_of(
     draft: _Draft, core: _core.Plan, planned: Sequence[Finding], lost: Mapping[str, int | None]
 ) -> Facts:
-    """Collect the facts that the stages of the judgement use."""
+    """Collect the facts that the stages of the evaluation use."""
     source, listed, request = draft.source, draft.opened.listed, draft.request
     table = source.binding.usual_table if source.binding.table is None else source.binding.table
     is_own = draft.target is None
@@ -526,7 +526,7 @@ def _facts_of(
 def _accounts_for_parts(draft: _Draft) -> bool:
     """Return True if a known reason may explain a missing part.
 
-    Reasons are a lost file, and a trainer that saved only what it trained.
+    Possible reasons are a lost file, and a trainer that saved only the tensors that it trained.
     """
     by_file = draft.causes.files or draft.causes.of_all
     return bool(by_file) or not (draft.source.model.saved_whole or holds_embedding(draft.names))
@@ -607,13 +607,13 @@ def find_ids_beyond(plan: Plan, tokenizer: Tokenizer | None) -> list[Finding]:
 
 
 def to_be_written(plan: Plan) -> Plan:
-    """Add the findings that only prevent writing to a plan, and return the plan."""
+    """Add to a plan the findings that only prevent writing, and return the plan."""
     plan.findings += [*plan.core.unwritable(), *plan.unwritable]
     return plan
 
 
 def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
-    """Add the name that a pattern may mean to the finding that no tensor is left."""
+    """Add a suggestion for a mistyped pattern to the finding that no tensor is left."""
     if not request.include:
         return finding
     names = make_plan(opened, replace(request, include=(), exclude=())).index

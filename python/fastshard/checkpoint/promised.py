@@ -37,11 +37,11 @@ _NEEDED = 1 << 30
 def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
     """Attach the list of what the config promises to an opened checkpoint.
 
-    The checkpoint stays as it is if the list is not wanted, or if something else states more.
+    The checkpoint is unchanged if the list is not wanted, or if another source states more.
 
     Args:
         opened: the checkpoint.
-        only_kept: True to use only a list that was built before.
+        only_kept: True to use only a cached list.
         for_hf: True for a result with the names on disk, which the table of a class with another head does
             not list.
     """
@@ -68,7 +68,7 @@ def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False)
 def _is_wanted(opened: Opened, for_hf: bool) -> bool:
     """Return True for a complete Hugging Face model whose config names a class and that no table describes.
 
-    Of a model with towers a table describes the text model alone.
+    For a model with towers, a table describes only the text model.
     """
     model = opened.source.model
     config = model.config or {}
@@ -87,7 +87,7 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
 
 
 def _available() -> int | None:
-    """Return the bytes of memory that the system has left; None if it does not say."""
+    """Return the available memory of the system in bytes; None if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -103,8 +103,9 @@ def compare_with_list(
     """Compare the tensors with the list; return findings, and the reason if nothing can be concluded.
 
     The names of the list are those on disk or those in memory. If nothing differs, the findings include one
-    that says so (`FS109`; its evidence is who listed the tensors). An unexpected tensor is a note, as a load
-    leaves it out. A loader knows more spellings than a list: a tensor is missing if neither has it.
+    that states this (`FS109`; its evidence names the source of the list). An unexpected tensor is a note,
+    because a load ignores it. A loader knows more spellings than a list, so a tensor is missing only if
+    neither finds it.
     """
     listed = opened.listed
     if listed is None or request.is_narrowed:
@@ -238,7 +239,8 @@ def _accounts_for(
 ) -> bool:
     """Return True if different names explain all errors.
 
-    That is the case if no name fits, or if each missing tensor exists under another name, by its shape.
+    This is the case if no name matches, or if each missing tensor exists under another name with the same
+    shape.
     """
     from .loaded_names import count_ties_once
 
@@ -254,7 +256,7 @@ def _accounts_for(
 
 
 def _misshapen(weights: Iterable[Weight], listed: ExpectedTensors, called: str) -> Iterator[Finding]:
-    """Yield a finding for each quantised weight whose codes have another shape than the list gives."""
+    """Yield a finding for each quantised weight whose codes have another shape than in the list."""
     shapes = {t.name: t.shape for t in (*listed.in_memory, *listed.tensors)}
     for weight in weights:
         shape = next((shapes[name] for name, _ in weight.stored_as if name in shapes), None)
@@ -340,7 +342,7 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], con
 
 
 def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
-    """Adapt the findings of a model's own layers to those of a list, which knows more.
+    """Adapt the findings from a model's own layers to the findings from a list, which states more.
 
     Tensors that the list finds missing are not reported twice. If the list proves that all tensors exist, an
     error becomes a warning that names both.

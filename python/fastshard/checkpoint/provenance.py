@@ -70,7 +70,7 @@ def _op(op: dict[str, float]) -> str:
 def _source(
     excerpt: dict[str, Any], tensor: dict[str, Any], part: dict[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Describe what a part takes from a stored tensor, and the place of the bytes."""
+    """Describe the region that a part takes from a stored tensor, and the place of its bytes."""
     runs = _runs(tensor, part)
     base = part["src_base"]
     taken: dict[str, Any] = {
@@ -109,10 +109,10 @@ def find_heads(excerpt: dict[str, Any], binding: Binding) -> dict[tuple[str, str
 
     Args:
         excerpt: as for :func:`origin`.
-        binding: the table by which the stored tensors are read.
+        binding: the table with which the stored tensors are read.
 
     Returns:
-        The heads in words, by the stored tensor's name and the region that is taken.
+        Descriptions of the heads, by the stored tensor's name and the region.
     """
     table = binding.effective_table
     (output,) = excerpt["outputs"]
@@ -133,7 +133,7 @@ def find_heads(excerpt: dict[str, Any], binding: Binding) -> dict[tuple[str, str
 
 
 def _made_of(excerpt: dict[str, Any], coded: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the stored tensors that values are computed from, beginning with the codes."""
+    """List the stored tensors from which values are computed, starting with the codes."""
     numbers, groups = coded["numbers"], coded.get("groups")
     grids = [scale["grid"] for scale in coded.get("scales", ())] + (
         [coded["zero"]] if "zero" in coded else []

@@ -44,7 +44,7 @@ _CUT = Finding.of(
     "a header of torchao is larger than fastshard reads, and the result cannot be loaded without it",
     help="copy the files unchanged, or save the model's values with torchao (dequantize)",
 )
-#: The form of fp8 weights that no config describes.
+#: The format of fp8 weights without a description in a config.
 _UNSAID = QuantisationConfig("fp8", {}, "")
 
 
@@ -54,13 +54,13 @@ class QuantisedWeights:
 
     weights: list[Weight] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    #: Findings for weights that no config calls quantised; reported when values are requested.
+    #: Findings for quantised weights that no config describes; reported when values are requested.
     unsaid: list[Finding] = field(default_factory=list)
     #: The quantiser's own files, by name.
     files: Mapping[str, Path] = field(default_factory=dict)
-    #: Names of scales of activations, and of the cache of keys and values: they belong to no weight.
+    #: Names of activation scales and KV-cache scales, which do not belong to a weight.
     of_activations: list[str] = field(default_factory=list)
-    #: The headers' records of torchao tensors, without which nothing loads the tensors.
+    #: The records of torchao tensors in the headers, which loaders need.
     records: Mapping[str, Record] = field(default_factory=dict)
     #: The reasons why the result is not written, if any.
     unwritable: list[Finding] = field(default_factory=list)
@@ -79,7 +79,7 @@ class QuantisedWeights:
 def found_in(
     source: Source, contents: Contents, full: Callable[[], Mapping[str, Stored]]
 ) -> QuantisedWeights:
-    """Find the quantised weights of a model, what is missing from them, and what contradicts the config.
+    """Find the quantised weights of a model, their missing parts, and contradictions to the config.
 
     Without a config, fp8 weights are recognised by the names of their scales.
 
@@ -142,7 +142,7 @@ def _read_torchao_config(model_config: Mapping[str, Any] | None) -> Mapping[str,
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:
-    """Return True for a scale of activations: one number, or one for each head or expert, under such a name.
+    """Return True for an activation scale: one number, or one for each head or expert, with a typical name.
 
     A tensor with more elements is another part of the model.
     """

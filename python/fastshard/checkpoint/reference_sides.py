@@ -1,4 +1,4 @@
-"""Ways to read a source so that its tensors have the names of a reference (``--like``)."""
+"""Ways to read a source so that its tensors get the names of a reference (``--like``)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from ..targets.registry import target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .drafting import UNPLACED, CoreRequest, Merged, Opened, draft_of, taken
 
-#: Bytes of two tensors to compare at a time, and bytes at their beginnings, where most tensors differ.
+#: Number of bytes of two tensors to compare at a time, and number of bytes at the start, where most tensors
+#: differ.
 _CHUNK, _BEGIN = 1 << 24, 1 << 12
-#: Bytes of the widest element.
+#: Size of the widest element in bytes.
 _WIDEST = 16
 
 
@@ -65,7 +66,7 @@ def sides_of(
 def compared(
     opened: Opened, reference: Reference, request: Request, merged: Merged, named: Iterable[str | None]
 ) -> list[Finding]:
-    """List the tensors of a reference that a draft lacks, or has in another form.
+    """List the tensors of a reference that are missing from a draft, or have another form in it.
 
     ``named`` are tensors with a known error.
     """
@@ -76,7 +77,7 @@ def compared(
 def judged_of(
     sides: Iterable[Side], reference: Reference, request: Request, named: Iterable[str | None]
 ) -> list[Finding]:
-    """List the tensors of a reference that these sides lack, or have in another form."""
+    """List the tensors of a reference that are missing from these sides, or have another form in them."""
     return compare(sides, reference, request.wants, DTYPES[request.dtype], named)
 
 
@@ -106,8 +107,8 @@ def as_referenced(
 ) -> tuple[Source, Form | None, str]:
     """Return a source whose result has the names of the reference, the form of the merge, and a description.
 
-    A model that a table describes takes the form of the table. Otherwise prefixes of the names are moved. The
-    description says in words how the names changed.
+    A model that a table describes gets the form of the table. Otherwise, prefixes of the names are changed.
+    The description states how the names changed.
     """
     roster = reference.roster
     if source.names.prefix:
@@ -153,8 +154,8 @@ def as_listed(
 ) -> tuple[Source, Form | None, str]:
     """Return a source whose result for Hugging Face has the names that ``save_pretrained`` writes.
 
-    Further copies of tied tensors are left out. The form and the description are as in :func:`as_referenced`.
-    The source is returned unchanged if its names are right already.
+    Additional copies of tied tensors are omitted. The form and the description are as in
+    :func:`as_referenced`. The source is returned unchanged if its names are right already.
 
     Args:
         opened: the checkpoint.
@@ -232,7 +233,7 @@ def as_written(
 def _without_table(
     opened: Opened, reference: Reference, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
-    """Return the same as :func:`as_written` for a class whose names on disk no table lists.
+    """Return the result of :func:`as_written` for a class whose names on disk no table lists.
 
     Such a class has no output layer, or another one.
     """
@@ -266,7 +267,7 @@ def _without_table(
 def _by_config_of(
     opened: Opened, reference: Reference, side: Side, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
-    """Return the same as :func:`as_written` by the config of a reference that is a checkpoint.
+    """Return the result of :func:`as_written` for the config of a reference that is a checkpoint.
 
     Return None if the list for this config does not give the names of the reference. Sizes may have changed
     since: if they contradict that config, the checkpoint's own config is used.
@@ -359,7 +360,7 @@ class Values:
         return {name: (i, size) for i, (name, _, _, size, _) in enumerate(self._plan.outputs())}
 
     def same(self, one: str, other: str, constant: bool) -> bool:
-        """Return True if two tensors of the same shape and dtype hold the same bytes.
+        """Return True if two tensors of the same shape and dtype have the same bytes.
 
         Tensors with a single repeated value count as the same only if ``constant``.
         """

@@ -1,4 +1,4 @@
-"""Bytes of stored tensors by the model's own names, for small tensors that describe others."""
+"""Bytes of stored tensors by the model's own names, for small tensors that describe other tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoredBytes:
 
     @cached_property
     def _plan(self) -> _core.Plan:
-        """The plan of the stored tensors, drafted on first use: most forms need none."""
+        """The plan of the stored tensors, drafted on first use, because most formats need none."""
         try:
             return draft_of(self._opened.catalog, CoreRequest(self._opened.source)).place(UNPLACED)
         except _core.CoreError as error:
@@ -87,7 +87,7 @@ class StoredBytes:
 
         Args:
             name: the tensor.
-            multiple: number of elements that stay in one piece.
+            multiple: number of elements that must not be split across pieces.
         """
         width, size = item_size(self.dtype(name)), self.size(name)
         step = max(1, WINDOW // (multiple * width)) * multiple * width

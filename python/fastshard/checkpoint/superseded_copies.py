@@ -1,5 +1,5 @@
-"""Tensors that several files of an index hold: the index names the copy that counts, and the copies are
-compared when files are read."""
+"""Tensors that several files of an index contain. The index names the valid copy; the copies are compared
+when files are read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .stored_bytes import StoredBytes
 
 __all__ = ["compare_copies"]
 
-#: Bytes of two copies that are compared at a time.
+#: Number of bytes of two copies to compare at a time.
 _WINDOW = 4 << 20
 
 
 def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
-    """Compare the copies of tensors that several files of an index hold.
+    """Compare the copies of tensors that several files of an index contain.
 
     Loaders of transformers read every tensor of every file that an index lists, in the order of the files'
     names, and keep the last copy. source: transformers modeling_utils.py (load_state_dict, checkpoint_files)
@@ -28,7 +28,7 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
     Args:
         opened: the checkpoint.
         writes: True for a result, which has the copy that the index names; False for the folder itself, from
-            which a loader may take the other copy.
+            which a loader may use the other copy.
 
     Raises:
         FastshardError: if a file cannot be read.

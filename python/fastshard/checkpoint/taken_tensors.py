@@ -20,5 +20,5 @@ class TakenTensors:
     #: Its folders.
     roots: Sequence[Path]
     catalog: _core.Catalog
-    #: Their names there.
+    #: Names of the tensors in that model.
     names: frozenset[str]

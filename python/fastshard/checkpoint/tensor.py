@@ -1,4 +1,4 @@
-"""A full tensor of a checkpoint, read when its values are requested."""
+"""A full tensor of a checkpoint, which is read when its values are requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALIGNMENT", "Tensor"]
 
-#: Bytes at whose multiples torch allocates.
+#: Alignment of torch's allocations in bytes.
 ALIGNMENT = 64
 
 
@@ -29,7 +29,7 @@ def _misaligned(array: Bytes, item: int) -> bool:
 
 
 def _allocate(length: int) -> Bytes:
-    """Allocate bytes aligned like those of torch, so that a processor sums them in the same order."""
+    """Allocate bytes with torch's alignment, so that a CPU sums them in the same order."""
     import numpy as np
 
     raw = np.empty(length + ALIGNMENT - 1, dtype=np.uint8)
@@ -71,7 +71,7 @@ class Tensor:
         return self._dtype
 
     def _bytes(self, start: int, length: int, *, private: bool = False) -> Bytes:
-        """Return bytes of the tensor: a view of the mapped file if they are contiguous, else a gathered copy.
+        """Return the tensor's bytes: a view of the mapped file if they are contiguous, else a gathered copy.
 
         The view is read-only, or ``private`` to the caller, who may write to it.
         """
@@ -94,9 +94,9 @@ class Tensor:
         The array is zero-copy and read-only if the bytes are one contiguous range of one file on a local
         filesystem; else it is gathered. bfloat16 and fp8 come as ml_dtypes types.
 
-        A view stays valid when the checkpoint is closed, and when another file takes the name of the one that
-        was opened. It shows what is written into that file later. If the file is truncated below the part
-        that is read, the process ends by SIGBUS. ``numpy().copy()`` is not affected by later changes.
+        A view stays valid when the checkpoint is closed, and when another file replaces the opened one. It
+        shows later writes to the opened file. If that file is truncated below the part that is read, SIGBUS
+        ends the process. ``numpy().copy()`` is not affected by later changes.
 
         Raises:
             FastshardError: ``FS506`` if the file changed since it was opened; other codes if it cannot be
@@ -145,7 +145,7 @@ class Tensor:
             device: the device to put it on; default that of jax.
 
         Raises:
-            ValueError: for 64-bit elements while ``jax_enable_x64`` is off: jax would narrow them.
+            ValueError: for 64-bit elements while ``jax_enable_x64`` is off, because jax would narrow them.
             FastshardError: as :meth:`numpy`.
         """
         import jax
@@ -197,7 +197,7 @@ class Tensor:
     def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
         """Read a slice as numpy, like :meth:`numpy`.
 
-        For rows along the first dimension, only these rows are read.
+        A slice of rows along the first dimension reads only these rows.
         """
         if isinstance(key, slice) and self.shape and key.step in (None, 1):
             start, stop, _ = key.indices(self.shape[0])

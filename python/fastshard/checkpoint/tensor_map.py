@@ -37,7 +37,7 @@ class Tensors(Mapping[str, Tensor]):
 
     @property
     def incomplete(self) -> list[str]:
-        """Sorted names of tensors that cannot be read: a part or all of each is missing or does not fit.
+        """Sorted names of tensors that cannot be read, because they are missing, incomplete or inconsistent.
 
         The mapping includes these names, so that iterating over it does not skip them silently.
         """
@@ -74,8 +74,8 @@ class Tensors(Mapping[str, Tensor]):
     def torch(self, device: Any = None) -> TorchTensors:
         """Returns the tensors as torch tensors, each read when it is requested.
 
-        The mapping suits ``model.load_state_dict(..., assign=True)``, functions that take pairs of name and
-        tensor (``.items()``), and loops: a tensor that is released is freed before the next one is read.
+        Use the mapping with ``model.load_state_dict(..., assign=True)``, with functions that take pairs of
+        name and tensor (``.items()``), or in loops: a released tensor is freed before the next one is read.
 
         Args:
             device: the device to put them on; default the CPU, zero-copy if the bytes are contiguous.

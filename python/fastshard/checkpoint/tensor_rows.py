@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as rows: names, dtypes, shapes and sizes, by headers alone."""
+"""The tensors of a checkpoint as rows: names, dtypes, shapes and sizes, from headers alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TensorRow:
     """A full tensor, as a merge would write it."""
 
     name: str
-    #: safetensors' name of the dtype, e.g. ``BF16``.
+    #: Dtype by its safetensors name, e.g. ``BF16``.
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
@@ -90,10 +90,10 @@ def ls(
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        glob: patterns of names; all tensors if empty.
-        dtype: dtypes by safetensors' or torch's name; all if empty.
+        glob: glob patterns of names; all tensors if empty.
+        dtype: safetensors or torch names of dtypes; all if empty.
         layer: numbers of layers; all if empty.
-        larger_than: bytes that a tensor exceeds, e.g. ``"1GiB"``.
+        larger_than: lower limit on the size of a tensor, e.g. ``"1GiB"``.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 

@@ -22,11 +22,11 @@ class Slice:
         return self._tensor.get_shape()
 
     def get_dtype(self) -> str:
-        """Return the dtype, as safetensors names it."""
+        """Return the dtype by its safetensors name."""
         return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> Any:
-        """Read a part of the tensor, as a value of the framework.
+        """Read a part of the tensor as a tensor of the framework.
 
         Rows along the first dimension are read without the others.
         """

@@ -1,4 +1,4 @@
-"""Tensors that a model's class ties and of which the checkpoint stores more than one."""
+"""Tensors that a model's class ties, but of which the checkpoint stores several copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reference_sides import Values
 
 __all__ = ["find_differing_head", "find_differing_ties"]
 
-#: Input embeddings, and output layers over the same vocabulary, outside all layers.
+#: Names of input embeddings and output layers over the same vocabulary, outside all layers.
 _EMBEDDING = compile_when_used(rf"(?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])})\.weight")
 _HEAD = compile_when_used(
     r"(?:[^.\d][^.]*\.)*(?:lm_head|embed_out|output_projection|output_layer|output)\.weight"
@@ -32,7 +32,7 @@ def find_differing_ties(
     merged: Merged,
     names: Collection[str],
 ) -> list[Finding]:
-    """Find tied tensors that are stored with different values: a loader that ties them ignores one.
+    """Find tied tensors with different stored values; a loader that ties them ignores one.
 
     Args:
         called: the class, in words.
@@ -72,8 +72,8 @@ def find_differing_ties(
 def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
     """Find an output layer that differs from the input embedding if no list names the tied tensors.
 
-    It is an error if the config ties them, and a warning if the config says nothing, since transformers ties
-    them by default.
+    It is an error if the config ties them, and a warning if the config does not mention it, because
+    transformers ties them by default.
 
     Args:
         opened: a Hugging Face model that no table describes.
