@@ -1,1 +1,1 @@
-"""One page about a checkpoint: what it is, what is missing, how its numbers are spread."""
+"""A report page about a checkpoint: its description, missing parts, and value distributions."""

@@ -1,4 +1,4 @@
-"""Kinds of tensors in a conversion: the shards before, the tensors after, and how they are computed."""
+"""Kinds of tensors in a conversion: the shards before it, the tensors after it, and how they are computed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..models.tensor_roles import layer_of, role_of
 
 __all__ = ["Became", "ResultKind", "became"]
 
-#: Kinds that are listed.
+#: Maximum number of kinds to list.
 _MOST = 60
-#: Blocks of one shard that are drawn in a tensor.
+#: Maximum number of blocks of one shard to draw in a tensor.
 _BLOCKS = 16
 
 
@@ -26,8 +26,8 @@ class ResultKind:
     name: str
     shape: tuple[int, ...]
     count: int
-    #: Rectangles of the tensor, as shares of its height and width: (top, left, height, width, number of the
-    #: shard).
+    #: Rectangles of the tensor, as fractions of its height and width: (top, left, height, width, number of
+    #: the shard).
     boxes: tuple[tuple[float, float, float, float, int], ...]
 
 
@@ -50,7 +50,7 @@ class Became:
 
 
 def became(plan: Plan) -> tuple[Became, ...]:
-    """Group the tensors of a plan by the way in which they are computed; one of each kind is examined."""
+    """Group the tensors of a plan by how they are computed; one tensor of each kind is examined."""
     kinds: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name, (_, dtype, extents, _, _) in zip(plan.index, plan.outputs, strict=True):
         kinds.setdefault((role_of(name), dtype, tuple(extents)), []).append(name)

@@ -1,8 +1,8 @@
-"""Pictures of distributions: Vega-Lite specs, and the SVG that is drawn from them for the page, without its
-own style or script.
+"""Charts of distributions: Vega-Lite specs, and SVG that is drawn from them for the page, without style or
+script.
 
-Specs name colours by their part in the picture; in the page these are classes, so that one picture serves
-light, dark and print.
+Specs name colours by their role in the chart. In the page these are classes, so that one chart works for
+light and dark mode and for print.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .densities import Steps
 
 __all__ = ["SERIES", "Chart", "densities", "logarithmic", "svg", "undrawn"]
 
-#: Series that a picture tells apart, each by a colour.
+#: Number of series that a chart distinguishes by colour.
 SERIES = 8
-#: Colours of specs, which stand for classes of the page. Nothing else is drawn.
+#: Colours of specs, which represent classes of the page. No other colours are drawn.
 _INK, _MUTED, _GRID = "#010101", "#010102", "#010103"
 _OF_SERIES = tuple(f"#0101{0x10 + i:02x}" for i in range(SERIES))
 _CLASSES = {
@@ -73,7 +73,7 @@ def _chart(**parts: Any) -> Chart:
 
 
 def densities(sides: Sequence[tuple[str, Steps]], *, width: int = 300, height: int = 110) -> Chart:
-    """Draw one density, or two on the same axes: the first as a dashed line, the second filled."""
+    """Draw one density, or two on the same axes, the first as a dashed line and the second filled."""
     low = min(steps.edges[0] for _, steps in sides)
     high = max(steps.edges[-1] for _, steps in sides)
     layers = []
@@ -107,7 +107,7 @@ def densities(sides: Sequence[tuple[str, Steps]], *, width: int = 300, height: i
 
 
 def logarithmic(sides: Sequence[tuple[str, Sequence[int]]], *, width: int = 300, height: int = 110) -> Chart:
-    """Draw the 64 bins of histograms side by side: shares of the numbers that are not zero."""
+    """Draw the 64 bins of histograms side by side, as shares of the nonzero numbers."""
     layers = []
     for i, (_, histogram) in enumerate(sides):
         total = sum(histogram) or 1
@@ -176,8 +176,8 @@ def needed() -> Any:
     return imported("vl_convert", purpose="pictures of distributions are drawn by vl-convert", extra="report")
 
 
-#: What of an SVG gets into the page: pictures hold names of strangers, and vl-convert writes what its next
-#: version likes.
+#: SVG elements that are allowed in the page, because charts contain untrusted names and the output of
+#: vl-convert may change.
 _ELEMENTS = frozenset(("svg", "g", "path", "line", "rect", "circle", "text", "tspan"))
 _ATTRIBUTES = frozenset(
     (
@@ -205,13 +205,13 @@ _ATTRIBUTES = frozenset(
         "stroke-opacity",
     )
 )
-#: Numbers of more digits than a screen has.
+#: Numbers with more digits than a screen can show.
 _LONG = compile_when_used(r"-?[0-9]+\.[0-9]{3,}(?![0-9e])")
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def svg(chart: Chart) -> tuple[str, str]:
-    """Draw a picture; return the content of its ``svg`` element, and its size as a view box."""
+    """Draw a chart; return the content of its ``svg`` element, and its size as a view box."""
     drawn = ET.fromstring(needed().vegalite_to_svg(chart, vl_version="5.20"))
     parts: list[str] = []
     for child in drawn:

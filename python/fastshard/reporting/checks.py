@@ -21,9 +21,9 @@ class Check:
     name: str
     #: ``passed``, ``failed`` or ``not checked``.
     state: str
-    #: What was found, or why it was not checked.
+    #: The result, or the reason why it was not checked.
     text: str
-    #: The command that checks it; empty where it was checked, or none does.
+    #: The command that checks it; empty if it was checked, or if no command does.
     command: str = ""
 
 
@@ -35,15 +35,15 @@ class Read:
     named: str
     files: int
     tensors: int
-    #: True if it is stated which files and tensors must exist.
+    #: True if the required files and tensors are known.
     provable: bool
     #: True if all data was read.
     data: bool
-    #: True if a manifest lies beside it.
+    #: True if there is a manifest next to it.
     manifest: bool
     #: True if the manifest has statistics.
     recorded: bool = False
-    #: The loss that the conversion computed, in words; empty if it computed none.
+    #: Description of the loss that the conversion computed; empty if it computed none.
     loss: str = ""
 
 

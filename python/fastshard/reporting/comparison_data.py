@@ -1,4 +1,4 @@
-"""Data of a report about a conversion: before against after."""
+"""Data for a report on a conversion: the checkpoint before and after."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ class Comparison:
     """The comparison of this checkpoint with another."""
 
     other: str
-    #: What was compared, and what was not.
+    #: Description of what was compared and what was not.
     extent: str
     changes: tuple[Change, ...] = ()
-    #: Tensors that both have; None where they could not be compared.
+    #: Number of tensors that both have; None if they could not be compared.
     common: int | None = None
-    #: How many of these are known to be equal by their hashes.
+    #: Number of these tensors that have equal hashes.
     equal: int | None = None
     #: Statistics of both sides, by common names: the other's, and this one's.
     before: Mapping[str, TensorStats] = field(default_factory=dict)
     after: Mapping[str, TensorStats] = field(default_factory=dict)
-    #: Why they could not be compared.
+    #: The reasons why they could not be compared.
     refused: tuple[Finding, ...] = ()
-    #: What became of what: kinds of tensors before, and after.
+    #: Kinds of tensors before the conversion, and their results.
     became: tuple[Became, ...] = ()
-    #: Of a conversion the ranks of both by the layers of the result: the other's, and this one's.
+    #: For a conversion, the ranks of both checkpoints by the layers of the result: the other's, and this
+    #: one's.
     grids: tuple[Grid, Grid] | None = None
 
     @property

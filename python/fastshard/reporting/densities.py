@@ -1,7 +1,7 @@
-"""Densities for pictures, from a histogram of :func:`fastshard.stats` with its logarithmic bins.
+"""Densities for charts, from the logarithmic bins of a histogram from :func:`fastshard.stats`.
 
-Bars of one width for the 64 bins would show a normal distribution as two humps. So this module divides counts
-by the widths of their bins and puts them where the values are.
+With 64 bars of equal width, a normal distribution would have two humps. So this module divides counts by the
+widths of their bins and uses a linear axis.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from ..verification.stats import HISTOGRAM_EDGES, TensorStats
 
 __all__ = ["Steps", "density", "joined"]
 
-#: Share of the numbers that is cut off at each end, at most.
+#: Maximum share of the numbers that is cut off at each end.
 TAIL = 0.0005
-#: Steps are no narrower than this part of the axis: near zero the bins are too narrow to be seen, and hold
-#: too little to be a height.
+#: Minimum width of a step as a fraction of the axis; bins near zero are too narrow to see and have too few
+#: numbers.
 NARROWEST = 1 / 24
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A density, constant between edges; its area is the share of the numbers between first and last."""
+    """A piecewise constant density; its area is the share of the numbers between the first and last edge."""
 
     edges: tuple[float, ...]
     #: Share of the numbers per unit of the value.
     heights: tuple[float, ...]
-    #: Shares of the numbers that lie outside the edges.
+    #: Shares of the numbers outside the edges.
     below: float
     above: float
 
@@ -36,7 +36,7 @@ class Steps:
 def density(
     histogram: Sequence[int], low: float | None, high: float | None, *, tail: float = TAIL
 ) -> Steps | None:
-    """Compute the density of finite numbers that are not zero, from a histogram's 64 counts and extremes.
+    """Compute the density of the finite nonzero numbers, from a histogram's 64 counts and the extremes.
 
     Returns:
         None if there is nothing to draw: no such numbers, or a single value.

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint, and how much of it exists, as the cells below the statement."""
+"""Facts about a checkpoint, including how much of it exists, for the cells below the statement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Counts:
     lost: int
     stored: int
     parameters: int
-    #: Parameters of the complete checkpoint, where that is known.
+    #: Number of parameters of the complete checkpoint, if known.
     all_parameters: int | None
     #: Files that were read, and files that are missing.
     files: int
@@ -72,7 +72,7 @@ def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Cou
 
 
 def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> tuple[Fact, ...]:
-    """Return the cells of the page: first what the checkpoint is, then how much of it exists."""
+    """Return the cells of the page: first the description of the checkpoint, then how much of it exists."""
     c = counts
     dtypes = plan.summary["dtypes"]
     all_files, files = c.files + c.absent, f"{c.files:,}"

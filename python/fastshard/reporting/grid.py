@@ -1,7 +1,7 @@
 """The completeness grid: which parts of tensors each rank has, and which are missing, damaged or copied.
 
-The grid follows from the declarations of the sources and from findings, so that a cell never says more than a
-finding does. Similar rows form one band, and a column may stand for a complete layer; a band or a column
+The grid is derived from the declarations of the sources and from findings, so that a cell never states more
+than a finding. Similar rows form one band, and a column may stand for a complete layer; a band or a column
 shows its worst state.
 """
 
@@ -45,16 +45,16 @@ from .grid_order import in_order
 __all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "banded", "grid", "state_of"]
 
 
-#: The part of a stored name that says which chunk of the tensor it is. source: DCP records as they are named
+#: The part of a stored name that identifies the chunk of the tensor. source: DCP records as they are named
 #: here, zarr 3, zarr 2
 _CHUNK = compile_when_used(r"(?:\[[0-9,]*\]|/c(?:/[0-9/]+)?|/[0-9]+(?:\.[0-9]+)*)$")
 _DIGITS = compile_when_used(r"[0-9]+")
 
 #: The axis of the layers.
 _LAYERS = "L"
-#: Layers of a run that are shown; no model has more.
+#: Maximum number of layers to show; no model has more.
 _MOST_LAYERS = 1 << 14
-#: Dimensions on which ranks differ that hold the same tensors.
+#: Dimensions in which ranks with the same tensors differ.
 _TENSOR_DIMENSIONS = frozenset({"tp", "mp"})
 
 
@@ -64,15 +64,15 @@ class Grid:
 
     columns: tuple[Column, ...]
     bands: tuple[Band, ...]
-    #: Rows in all.
+    #: Total number of rows.
     rows: int
-    #: How many of them are ranks; the others are files that are of no rank.
+    #: Number of rows that are ranks; the others are files that belong to no rank.
     ranks: int
     problems: tuple[Problem, ...]
-    #: True if so much is missing that the core does not name all of it: the rest is told by ranks that are
-    #: alike.
+    #: True if the core does not name all missing tensors because there are too many; similar ranks then show
+    #: the rest.
     inferred: bool = False
-    #: What a cell counts.
+    #: The noun for what a cell counts.
     word: str = "tensor"
 
     @property
@@ -87,7 +87,7 @@ def grid(checkpoint: Checkpoint, findings: Iterable[Finding], echoes: Iterable[F
     Args:
         checkpoint: the checkpoint.
         findings: all its findings.
-        echoes: findings of the core about tensors whose file is the cause. The page does not repeat them;
+        echoes: findings of the core about tensors whose file is the cause. The page does not repeat them, but
             they fill the cells of that file.
     """
     return _Filling(checkpoint).place_findings(list(findings), list(echoes))
@@ -100,7 +100,7 @@ class _Filling:
         self.rows: dict[str, Row] = {}
         #: Rows by file.
         self.row_of: dict[str, str] = {}
-        #: Files that hold tensors of the model, by path: their columns, and how many tensors each.
+        #: Files with tensors of the model, by path: their columns, with the number of tensors in each.
         self.tensors_of: dict[str, Counter[Key]] = {}
         source, catalog = checkpoint.opened.source, checkpoint.opened.catalog
         readable = checkpoint._files
@@ -135,7 +135,7 @@ class _Filling:
                 )
             self._put(row, path, counted[how])
         assembled = bool(source.files.assembled) and not source.files.units
-        #: Tensors of which files of optimizer state hold a range.
+        #: Tensors of which optimizer-state files contain a range.
         partitions: dict[int, list[Key]] = {}
         for group in source.files.assembled:
             if group.slot is None and not assembled:
@@ -156,7 +156,7 @@ class _Filling:
             else:
                 self._put(row, path, Counter(self._key(_CHUNK.sub("", n)) for n in catalog.names(index)))
         self.ranks = {unit.rank for unit in source.files.units if unit.rank}
-        #: Dimensions of the ranks: by these a rank of this checkpoint is told from another.
+        #: Dimensions of the ranks, which distinguish ranks of this checkpoint from others.
         self.forms = {frozenset(self.rows[rank].rank) for rank in self.ranks}
         self.inferred = False
 
@@ -186,7 +186,7 @@ class _Filling:
             for f in findings
             if f.severity in ("error", "warning") and (f.file not in (None, ".") or f.rank or f.tensor)
         ]
-        #: Files of a row that are missing or cannot be read, by row: the causes of what the core misses.
+        #: Missing or unreadable files, by row: the causes of tensors that the core misses.
         causes: dict[str, list[tuple[str, int]]] = {}
         self.forms |= {
             frozenset(echo.coords)
@@ -200,7 +200,7 @@ class _Filling:
                 causes.setdefault(self._row_for(finding), []).append((finding.file, state))
         named = {(f.tensor, f.rank) for f in placed}
         explained: set[str] = set()
-        #: Layers of which something is said already.
+        #: Layers with a finding.
         layers = {layer_of(f.tensor) for f in placed if f.tensor}
         if any(f.code == codes.MISSING_LAYER for f in placed):
             layers |= {echo.layers[0] for echo in echoes if echo.layers and echo.axis == _LAYERS}
@@ -273,7 +273,7 @@ class _Filling:
         self.rows.setdefault(name, Row(rank=_rank_of(echo))).add(key, MISSING, count)
 
     def _infer(self, causes: dict[str, list[tuple[str, int]]]) -> None:
-        """Infer what ranks lack if the core does not name each of them.
+        """Infer what is missing for ranks if the core does not name each of them.
 
         Ranks that differ only in their tensor-parallel rank should have the same tensors.
         """
@@ -297,7 +297,7 @@ class _Filling:
     def _likeliest(self, key: Key, files: list[tuple[str, int]]) -> tuple[str, int]:
         """Return the file of a rank that most likely contains a tensor.
 
-        Its name is most similar to a file of another rank that contains the tensor.
+        It is the file whose name is most similar to another rank's file with the tensor.
         """
         like = next((path for path, keys in self.tensors_of.items() if key in keys), "")
         return min(files, key=lambda file: _apart(file[0], like))
@@ -380,7 +380,7 @@ def _cells(rows: Mapping[str, Row], where: dict[Key, int], count: int) -> dict[s
 
 
 def state_of(finding: Finding) -> int:
-    """Return the state that a finding gives to its subject."""
+    """Return the state that a finding implies for its subject."""
     if finding.code == codes.UNEXPECTED_FILE:
         return UNEXPECTED
     if finding.severity == "warning":

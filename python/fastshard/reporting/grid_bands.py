@@ -1,4 +1,4 @@
-"""Rows of the grid as bands: similar rows form one, so that few enough remain to look at."""
+"""Rows of the grid as bands: similar rows form one band, so that only a few remain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .grid_cells import (
 
 
 def nowhere_last(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
-    """Sort names as people do: numbers by value, tensors in no file last."""
+    """Sort names naturally, with numbers by value, and tensors in no file last."""
     return name == NOWHERE, natural(name)
 
 
@@ -135,7 +135,7 @@ def fewer(bands: list[Band], columns: int) -> list[Band]:
 
 
 def problems_of(bands: Iterable[Band], columns: Sequence[Column]) -> Iterable[Problem]:
-    """List everything that is not as it should be, the worst first."""
+    """List all problems, the worst first."""
     found = []
     for band in bands:
         for state in range(THERE):

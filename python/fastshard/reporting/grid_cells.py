@@ -33,24 +33,23 @@ STATES: tuple[State, ...] = (
 MISSING, DAMAGED, COPIED, MISFIT, DOUBTFUL, UNEXPECTED, THERE = range(len(STATES))
 
 
-#: Columns for each role of each layer at most; beyond, a column is a layer.
+#: Maximum number of columns for roles of layers; with more, a column is a layer.
 MOST_SHOWN = 64
 
 
-#: Columns at most in any case.
+#: Maximum number of columns in any case.
 MOST_COLUMNS = 160
 
 
-#: Cells at most: beyond, neighbouring bands are shown together.
+#: Maximum number of cells; with more, adjacent bands are merged.
 MOST_CELLS = 12_000
 
 
-#: Bands at most.
+#: Maximum number of bands.
 MOST_BANDS = 64
 
 
-#: What a column is before columns are put together: the layer, and the role; a role that begins so is none of
-#: a tensor.
+#: A column before merging: the layer, and the role. A role with this prefix is not a tensor's.
 Key = tuple[int | None, str]
 
 
@@ -63,7 +62,7 @@ OPTIMIZER: Key = (None, "\0optimizer state")
 OTHER: Key = (None, "\0other values")
 
 
-#: The role of a layer of which nothing is there.
+#: The role for a completely missing layer.
 WHOLE = "\0all of it"
 
 
@@ -71,7 +70,7 @@ WHOLE = "\0all of it"
 class Column:
     """One tensor, or all tensors of a layer."""
 
-    #: What stands above several columns: the layer; empty for what is in none.
+    #: The heading above several columns: the layer; empty for tensors outside of all layers.
     group: str
     label: str
 
@@ -80,28 +79,28 @@ class Column:
 class Cell:
     """The state of a column in a row."""
 
-    #: Index in :data:`STATES`; the worst that is there.
+    #: Index in :data:`STATES` of the worst state.
     state: int
-    #: How many tensors (or chunks) are in that state, and how many there are in all.
+    #: Number of tensors (or chunks) in that state, and their total number.
     count: int
     of: int
 
 
 @dataclass(frozen=True)
 class Band:
-    """A row, or neighbouring rows that are alike unless the band states otherwise."""
+    """A row, or adjacent rows that are similar unless the band states otherwise."""
 
     label: str
-    #: How many rows.
+    #: Number of rows.
     rows: int
     #: The rows' files; the first few.
     files: tuple[str, ...]
-    #: How many there are.
+    #: Total number of files.
     file_count: int
     cells: tuple[Cell | None, ...]
-    #: False where rows that differ had to be put together.
+    #: False if different rows had to be merged.
     alike: bool = True
-    #: The rows, in order, and the rank that each is.
+    #: The rows, in order, and the rank of each.
     names: Sequence[str] = ()
     ranks: Sequence[Rank] = ()
 
@@ -113,10 +112,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Problem:
-    """A line in the list of everything that is not as it should be."""
+    """A line in the list of problems."""
 
     where: str
-    #: How many rows that is.
+    #: Number of rows with the problem.
     rows: int
     state: int
     count: int
@@ -130,12 +129,12 @@ class Problem:
 class Row:
     """A row while it is filled."""
 
-    #: The rank that it is; empty for files that are of no rank.
+    #: Its rank; empty for files that belong to no rank.
     rank: Rank = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-    #: What its files hold, shared with other rows: ranks mostly hold the same.
+    #: The contents of its files, shared with other rows because most ranks have the same.
     counts: list[Counter[Key]] = field(default_factory=list)
-    #: Numbers of tensors by column and state, once anything is to be said of them.
+    #: Numbers of tensors by column and state; None without findings.
     _cells: dict[Key, Counter[int]] | None = None
 
     @property
@@ -162,7 +161,7 @@ class Row:
         self.cells.setdefault(key, Counter())[state] += count
 
     def mark(self, key: Key, state: int) -> None:
-        """Mark existing tensors as faulty: all of them, because nothing states how many are."""
+        """Mark all existing tensors as faulty, because the number of faulty ones is unknown."""
         counts = self.cells.setdefault(key, Counter())
         if state == MISSING:
             counts[state] += not counts[state]
@@ -172,5 +171,5 @@ class Row:
             counts[state] += 1
 
 
-#: The row of what is in no file, where nothing says which rank's it was.
+#: The row for tensors in no file whose rank is unknown.
 NOWHERE = "missing"

@@ -12,14 +12,14 @@ from .grid_bands import nowhere_last
 
 __all__ = ["band_name", "in_order"]
 
-#: Axes from the outermost; those that are not named come behind them.
+#: Axes, outermost first; unlisted axes follow.
 _AXES = ("pp", "tp", "ep", "dp")
-#: Axes whose orders are tried.
+#: Maximum number of axes whose orders are tried.
 _MOST = 5
 
 
 def in_order(names: Sequence[str], ranks: Mapping[str, Rank], alike: Mapping[str, object]) -> list[str]:
-    """Sort ranks by pipeline stage, and within it by the order of axes with the fewest bands.
+    """Sort ranks by pipeline stage, and within a stage by the order of axes that gives the fewest bands.
 
     Args:
         names: the rows.

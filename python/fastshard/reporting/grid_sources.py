@@ -1,4 +1,4 @@
-"""The grid of one side of a conversion: its ranks or files, by the layers of which each has a piece."""
+"""The grid of one side of a conversion: its ranks or files, and the layers of which each has a piece."""
 
 from __future__ import annotations
 

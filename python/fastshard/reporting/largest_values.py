@@ -1,4 +1,4 @@
-"""Places of the largest values in a tensor: read once more, for the few tensors that are worth a look."""
+"""Positions of the largest values in a tensor, which is read again; only for a few notable tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Place", "largest"]
 
 #: Index of an element, and its value.
 Place = tuple[tuple[int, ...], float]
-#: Values of each tensor, and bytes that are read at a time.
+#: Number of values per tensor, and number of bytes to read at a time.
 _MOST, _CHUNK = 3, 1 << 24
 #: numpy's types of the floats; BF16 is the upper half of F32.
 _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8"}

@@ -63,7 +63,8 @@ def describe_recorded_loss(document: dict[str, Any] | None) -> str:
 
 
 def _weaker(finding: Finding) -> Finding:
-    """Turn an error into a warning: a manifest that cannot be read does not refute the checkpoint."""
+    """Turn an error into a warning, because an unreadable manifest does not mean that the checkpoint is
+    damaged."""
     return finding.replace(severity="warning")
 
 
@@ -110,12 +111,12 @@ def assumed_values(
     return tuple(dict.fromkeys(told))
 
 
-#: Sources that a report names.
+#: Maximum number of sources in a report.
 _SOURCES = 20
 
 
 def provenance(document: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    """Return the origin of a result, as its manifest states it."""
+    """Return the origin of a result according to its manifest."""
     if document is None:
         return ()
     sources = document.get("sources") or []

@@ -1,7 +1,7 @@
-"""The page of a report: Jinja2 fills it, and its policy lets it run and load only its own content.
+"""The page of a report: a Jinja2 template whose security policy allows only its own content.
 
-All texts are untrusted. Jinja2 escapes each, after `printable` has escaped what would control a page or a
-terminal. The data of the script is JSON without ``<``, and the script puts it into the page only as text.
+All texts are untrusted. `printable` escapes control characters, then Jinja2 escapes HTML. The data of the
+script is JSON without ``<``, and the script inserts it into the page only as text.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .statement import Statement, statement
 
 __all__ = ["LIMIT", "MARK", "needed", "rendered"]
 
-#: What a page of ours has near its beginning.
+#: The marker near the start of fastshard's pages.
 MARK = b'<meta name="generator" content="fastshard '
 
-#: Bytes of a page at most.
+#: Maximum size of a page in bytes.
 LIMIT = 2_000_000
 
 
-#: Names that a link may lead to.
+#: Allowed names in links.
 _ANCHOR = compile_when_used(r"[\w./:-]{1,300}")
-#: Tried one after the other until the page is small enough.
+#: Limits that are tried in turn until the page is small enough.
 _LIMITS = (
     Limits(),
     Limits(findings=10, families=80, problems=40, changes=50, data=MOST_DATA // 2, listed=300),

@@ -1,4 +1,4 @@
-"""Small pictures of a conversion: the shards before, and their places in the tensors after."""
+"""Small pictures of a conversion: the shards before it, and their places in the tensors after it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .page_markup import clipped, markup
 
 __all__ = ["became_rows", "key"]
 
-#: Where the pictures of the shards and of the tensors lie, and how large they are.
+#: Positions and sizes of the pictures of shards and of tensors.
 _SHARDS, _RESULT, _WIDE, _HIGH = 24.0, 130.0, 44.0, 56.0
-#: Shards that are drawn one by one.
+#: Maximum number of shards to draw individually.
 _DRAWN = 4
 
 

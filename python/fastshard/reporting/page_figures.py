@@ -15,7 +15,7 @@ from .report_data import Report
 from .small_multiples import multiples
 from .tensor_numbers import worth_a_look
 
-#: Roles that have pictures of their own.
+#: Maximum number of roles with a separate chart.
 _ROLES = 9
 
 
@@ -130,7 +130,7 @@ def _distribution(
 
 
 def _alike(one: TensorStats, other: TensorStats) -> bool:
-    """Return True if all bins have equal counts: sums of shares are not exactly one."""
+    """Return True if all bins have equal counts, up to rounding."""
     return all(getattr(one, k) == getattr(other, k) for k in ("histogram", "zeros", "nan", "inf"))
 
 

@@ -17,7 +17,7 @@ from .statement import sentence
 
 __all__ = ["Article", "articles", "links"]
 
-#: Files and tensors that one article lists.
+#: Maximum number of files and tensors in an article.
 _LISTED = 24
 
 
@@ -33,16 +33,16 @@ class Article:
     title: str
     facts: tuple[tuple[str, str], ...]
     fix: str
-    #: What it is about: a file or a tensor, and where that is.
+    #: Its subjects: a file or a tensor, and its place.
     places: tuple[tuple[str, str], ...]
-    #: How many places there are.
+    #: Total number of places.
     count: int
     effect: str
     findings: tuple[Finding, ...]
 
 
 def articles(report: Report, limits: Limits) -> list[Article]:
-    """List the causes in the order of their weight, as many as the page has room for."""
+    """List the causes by weight, as many as fit into the page."""
     made: list[Article] = []
     for group in report.findings:
         alike: dict[str, list[Finding]] = {}

@@ -16,13 +16,13 @@ from .page_markup import Limits, clipped, escaped, markup
 
 __all__ = ["Links", "Part", "grid_rows"]
 
-#: Columns up to which each cell is large, with its count.
+#: Maximum number of columns for large cells with counts.
 BIG = 16
-#: Rows whose names the page holds, so that bands can be opened.
+#: Maximum number of rows whose names the page contains, so that bands can be expanded.
 _MOST_NAMES = 4096
-#: Cells up to which each says in words what it is.
+#: Maximum number of cells with a description each.
 _WORDED = 3000
-#: Columns outside of the layers that keep their names.
+#: Maximum number of columns outside of the layers with full names.
 _APART = 6
 
 #: The findings about a cell of a band: their numbers on the page.
@@ -35,7 +35,7 @@ class Part:
 
     grid: Grid
     links: Links
-    #: What stands above its rows: which of two checkpoints it is, and how large; empty for a table of one.
+    #: The heading above its rows: which of two checkpoints it is, and its size; empty for a single one.
     head: str = ""
     note: str = ""
 
@@ -49,7 +49,7 @@ class _Folded:
     short: str
     #: True for a layer.
     layer: bool
-    #: False for what is no tensor: files and states.
+    #: False for columns that are not tensors: files and states.
     counted: bool = True
 
 
@@ -239,11 +239,11 @@ def _spans(cells: Sequence[Cell | None], columns: Sequence[_Folded], big: bool) 
 class _Shown:
     """The appearance of cells: size, words and links."""
 
-    #: Each cell is large, with its count.
+    #: True if each cell is large and shows its count.
     big: bool
-    #: Each states in words what it is.
+    #: True if each has a description.
     worded: bool
-    #: What is counted.
+    #: The noun for what is counted.
     word: str
     links: Links
 

@@ -7,11 +7,11 @@ from typing import Any
 from ..common.formatting import printable
 from ..common.records import dataclass
 
-#: Characters of a text that are shown, from both its ends.
+#: Maximum number of characters of a text to show, from both ends.
 CLIP = 400
 
 
-#: Bytes of it for tensors that the script shows.
+#: Maximum number of bytes of the page for tensors that the script shows.
 MOST_DATA = 1_200_000
 
 
@@ -25,7 +25,7 @@ class Limits:
     changes: int = 200
     bands: int = 1 << 20
     data: int = MOST_DATA
-    #: Tensors that are rows without the script too.
+    #: Maximum number of tensors that are rows even without the script.
     listed: int = 1000
 
 

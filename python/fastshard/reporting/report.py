@@ -1,5 +1,5 @@
-"""One page about a checkpoint: what it is, what is missing, how its numbers are spread. Self-contained, and
-safe to open."""
+"""A report page about a checkpoint: its description, missing parts, and value distributions. It is
+self-contained and safe to open."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def report(
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        against: another checkpoint to compare it with, e.g. the one before a conversion. It is opened with
-            the same options.
-        stats: read all data for distributions and hashes; otherwise the page shows those of a manifest, if
+        against: another checkpoint for comparison, e.g. the one before a conversion. It is opened with the
+            same options.
+        stats: read all data for distributions and hashes; otherwise the page shows those in a manifest, if
             any.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.

@@ -1,5 +1,5 @@
-"""Content of a report as plain data, from a checkpoint, its plan, its manifest and its numbers. It has
-nothing about the page's appearance."""
+"""Content of a report as plain data, from a checkpoint, its plan, its manifest and its statistics,
+independent of the page's appearance."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Group:
     """Findings of one code and severity."""
 
     code: str
-    #: Its name, in words.
+    #: A short title.
     name: str
     severity: str
     #: What the code means, and what to do.
     explanation: str
     findings: tuple[Finding, ...]
-    #: What to do, each advice once.
+    #: What to do, without duplicates.
     help: tuple[str, ...]
 
 
@@ -81,7 +81,7 @@ class Tensor:
     shape: tuple[int, ...] = ()
     nbytes: int = 0
     pieces: int = 0
-    #: Why it is not whole.
+    #: The reason why it is incomplete.
     lacks: str = ""
 
 
@@ -89,7 +89,7 @@ class Tensor:
 class Family:
     """Tensors of the same form whose names differ only in their numbers."""
 
-    #: The name, with each number as the range of it.
+    #: The name, with ranges instead of numbers.
     pattern: str
     role: str
     dtype: str
@@ -104,9 +104,9 @@ class Numbers:
 
     origin: str
     tensors: Mapping[str, TensorStats]
-    #: True if all data was read for them now.
+    #: True if all data was read for this report.
     read: bool = False
-    #: Where the largest values are of the tensors that are worth a look.
+    #: Positions of the largest values in notable tensors.
     largest: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
 
 
@@ -120,21 +120,21 @@ class Report:
     verdict: str
     facts: tuple[Fact, ...]
     findings: tuple[Group, ...]
-    #: What was not checked, as one line.
+    #: One line about what was not checked.
     not_checked: str
-    #: What was read: headers alone, or more.
+    #: Description of what was read: only headers, or more.
     read: str
     grid: Grid | None = None
-    #: Commands that bring what other hosts have.
+    #: Commands that copy missing files from other hosts.
     commands: tuple[str, ...] = ()
-    #: How much of it is here; None for what cannot be opened.
+    #: How much of it exists; None for a checkpoint that cannot be opened.
     counts: Counts | None = None
     checks: tuple[Check, ...] = ()
-    #: The directory as commands of another host name it; empty for several.
+    #: The directory for commands on another host; empty for several.
     folder: str = ""
-    #: True for what can be converted to Hugging Face's form, and is not in it.
+    #: True if it can be converted to the Hugging Face format and does not have it yet.
     converts: bool = False
-    #: Values that a conversion assumed: what each is, and what it says.
+    #: Values that a conversion assumed: the value, and the message about it.
     assumed: tuple[tuple[str, str], ...] = ()
     tensors: tuple[Tensor, ...] = ()
     families: tuple[Family, ...] = ()
@@ -143,9 +143,9 @@ class Report:
     numbers: Numbers | None = None
     comparison: Comparison | None = None
     provenance: tuple[tuple[str, str], ...] = ()
-    #: Files that lie there, of a checkpoint that cannot be opened.
+    #: Existing files of a checkpoint that cannot be opened.
     files: tuple[tuple[str, int], ...] = ()
-    #: Why the distributions have no pictures: it says nothing of the checkpoint.
+    #: The reason why the distributions have no charts, which does not concern the checkpoint.
     undrawn: Finding | None = None
 
     @property
@@ -258,7 +258,7 @@ def gathered(
     )
 
 
-#: Files listed of a checkpoint that cannot be opened.
+#: Maximum number of files to list for a checkpoint that cannot be opened.
 _LISTED = 500
 
 
@@ -284,7 +284,8 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
 
 
 def _folder(checkpoint: Checkpoint) -> str:
-    """Return the one directory of a checkpoint, as a full path; nothing is copied to a store's."""
+    """Return the single directory of a checkpoint as a full path; not for a store, because nothing is copied
+    to it."""
     roots = [Path(root).absolute() for root in checkpoint.roots]
     return str(roots[0]) if len(roots) == 1 and roots[0].is_dir() and not is_stored(roots[0]) else ""
 

@@ -1,5 +1,5 @@
-"""Small pictures side by side: the standard deviation of each kind of tensor over the layers, with axes from
-zero and named outliers.
+"""Small charts side by side: the standard deviation of each kind of tensor by layer, with axes from zero and
+labelled outliers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .tensor_numbers import by_layer
 
 __all__ = ["multiples", "picture"]
 
-#: Kinds of tensors that have a picture.
+#: Maximum number of kinds of tensors with a chart.
 MOST = 6
-#: How many times its neighbours a layer must be to be named.
+#: Minimum factor between a layer and its neighbours for a label.
 _STANDS_OUT = 1.5
 _NEAR = 5
 _LEFT, _RIGHT, _TOP, _BASE = 44.0, 332.0, 18.0, 94.0

@@ -17,9 +17,9 @@ from .report_data import Report
 
 __all__ = ["Statement", "named", "rank_of", "sentence", "statement"]
 
-#: Damaged files that a command names.
+#: Maximum number of damaged files in a command.
 _NAMED = 3
-#: Characters of a cause; the title of its code stands for a longer one.
+#: Maximum length of a cause; a longer one is replaced by the title of its code.
 _LONGEST = 160
 
 
@@ -29,7 +29,7 @@ class Statement:
 
     #: Its colour: ``ok``, ``bad`` (incomplete), ``hurt`` (damaged) or ``unsure``.
     kind: str
-    #: The verdict, as the terminal words it.
+    #: The verdict, with the same word as in the terminal.
     word: str
     why: str
     effect: str
@@ -138,7 +138,7 @@ def _effect(report: Report) -> str:
 
 
 def _remedy(report: Report, errors: Sequence[Finding], first: Finding, code: int) -> tuple[str, str]:
-    """Return what to do first, and its command."""
+    """Return the advice on what to do first, and its command."""
     if code == 3 and report.commands:
         whose = f"that ran {first.rank} (HOST)" if first.rank else "that has them (HOST)"
         return f"Copy the files from the node {whose}:", report.commands[0]

@@ -17,7 +17,7 @@ from ..verification.stats import TensorStats
 if TYPE_CHECKING:
     from .._core import RunOptions
 
-#: Single tensors that have pictures of their own.
+#: Maximum number of single tensors with a separate chart.
 _NOTABLE = 6
 
 
@@ -60,7 +60,7 @@ def by_layer(tensors: Mapping[str, TensorStats]) -> dict[str, list[tuple[int, Te
 def worth_a_look(
     after: Mapping[str, TensorStats], before: Mapping[str, TensorStats]
 ) -> list[tuple[str, str]]:
-    """List tensors that are worth a look, with reasons: a few, the most unusual first."""
+    """List a few notable tensors with reasons, the most unusual first."""
     roles: dict[str, list[str]] = {}
     for name in after:
         roles.setdefault(role_of(name), []).append(name)
