@@ -1,7 +1,7 @@
 """Causes and consequences among findings: a missing or unreadable file makes every tensor in it missing.
 
-The cause is reported, and its consequences are not. Nothing else is hidden: a tensor that another file should
-hold is reported.
+The cause is reported, but its consequences are not. Nothing else is hidden: a missing tensor of another file
+is reported.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class LostFile:
 
     #: The finding that reports the file.
     cause: Finding
-    #: Its ranks, by dimension; in a dimension that is missing the rank may be any.
+    #: Its ranks, by dimension; a missing dimension matches any rank.
     coords: RankRanges = field(default_factory=dict)
     #: Layers and roles in the similar files of other ranks; None if there is no such file.
     places: frozenset[Place] | None = None
 
     def may_be_of(self, coords: RankRanges) -> bool:
-        """Return True unless a dimension rules out that one of these ranks wrote the file."""
+        """Return False if a dimension rules out that one of these ranks wrote the file."""
         return all(do_meet(self.coords[d], numbers) for d, numbers in coords.items() if d in self.coords)
 
 
@@ -53,7 +53,7 @@ class Causes:
     files: Sequence[LostFile] = ()
     #: If an index names the tensors of each file: the names of tensors in lost files, with their files.
     named: Mapping[str, str] | None = None
-    #: Returns equal places for two spellings of one tensor; None for a name that no rule covers.
+    #: Returns the same place for all spellings of a tensor; None for a name that no rule covers.
     spelling: Callable[[str], Place | None] = lambda name: None
     #: Ranks of the existing files, with the layers and roles in each; None if files are not divided by ranks
     #: or layers.
@@ -66,7 +66,7 @@ class Causes:
         return frozenset(map(self.spelling, self.named or ()))
 
     def of(self, finding: Finding) -> Finding | None:
-        """Return the finding that accounts for another one, if there is one."""
+        """Return the finding that explains another one, if there is one."""
         if not finding.is_a("consequence"):
             return None
         if finding.code == codes.USAGE:
@@ -86,7 +86,7 @@ class Causes:
         return self._by_file(finding) if self.files else None
 
     def left(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return the findings that no cause accounts for."""
+        """Return the findings that no cause explains."""
         return [f for f in findings if self.of(f) is None]
 
     def _first(self) -> Finding | None:
@@ -112,7 +112,7 @@ class Causes:
         return None
 
     def _of_file(self, path: str) -> Finding:
-        """Return the finding about a file, or about another lost file if there is none."""
+        """Return the finding about a file, or, if there is none, about another lost file."""
         return next((file.cause for file in self.files if path in file.cause.files), self.files[0].cause)
 
     def _may_hold(self, file: LostFile, finding: Finding) -> bool:
@@ -140,12 +140,12 @@ class Causes:
         )
 
 
-#: The cause if an error is of neither kind.
+#: The cause for an error of neither kind.
 _ANY = Finding(codes.MISSING_TENSOR, "error", "the checkpoint has errors")
 
 
 def is_of_layers(finding: Finding) -> bool:
-    """Return False for a finding whose positions are those of experts or the like, not of layers."""
+    """Return False for a finding whose positions denote experts or similar, and not layers."""
     return finding.axis in (None, "L")
 
 
@@ -213,7 +213,7 @@ def causes_of(
 
 
 def _all_names(source: Source) -> Iterable[tuple[str, str]]:
-    """Yield the names of lost tensors, as stored and as the table spells them, each with its file."""
+    """Yield the names of lost tensors, both the stored ones and the table's, each with its file."""
     for name, file in source.index.lost.items():
         yield name, file
         yield source.names.own.get(name, name), file
@@ -258,7 +258,7 @@ def _lost(
     coords: Rank,
     there: Sequence[tuple[Unit, str, frozenset[Place]]],
 ) -> LostFile:
-    """Derive the contents of a lost file from files of its kind whose ranks differ on one dimension.
+    """Derive the contents of a lost file from files of the same kind whose ranks differ in one dimension.
 
     Args:
         cause: the finding that reports the file.

@@ -1,4 +1,4 @@
-"""Files that hold another file's data, as the cause of missing and differing tensors that verify finds."""
+"""Files with another file's data, as the cause of missing and differing tensors that verify finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Explain = Callable[[Sequence[Finding]], Causes]
 
 
 def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain) -> list[Finding]:
-    """Drop the findings that misplaced or copied files account for, and put these files first.
+    """Drop the findings that misplaced or copied files explain, and put the findings about these files first.
 
     Args:
         findings: the findings from the headers.
@@ -24,8 +24,8 @@ def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], expla
         explain: derives causes from errors about files.
 
     Returns:
-        Both lists without consequences: the findings from the headers first. A copied file that accounts for
-            missing tensors is an error, and comes before all others.
+        Both lists without consequences: the findings from the headers first. A copied file that explains
+        missing tensors is an error, and comes before all others.
     """
     copied, explained = _explain_missing(findings, differing, explain)
     findings = [*copied, *(f for f in findings if f not in explained)]
@@ -47,7 +47,7 @@ def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], expla
 def _explain_missing(
     findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain
 ) -> tuple[list[Finding], set[Finding]]:
-    """Find copied files that take the place of missing ones, and the findings that they explain.
+    """Find copied files that replace missing ones, and the findings that they explain.
 
     Each copied file comes with its effect. Files may be equal on purpose. A copy from another stage is wrong
     if the tensors of the file's own stage are missing.

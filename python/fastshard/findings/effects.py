@@ -14,7 +14,7 @@ from .causes import Causes, is_of_layers
 
 __all__ = ["attach_effects", "effect_on", "unite_effects"]
 
-#: Maximum number of names in an effect, since a config may promise any number of layers.
+#: Maximum number of names in an effect, because a config may promise any number of layers.
 _MOST_NAMES = 256
 #: Maximum number of tensors whose causes are searched; no model has so many, but a config may promise them.
 _MOST_LOST = 1 << 17
@@ -85,7 +85,7 @@ def effect_on(names: Sequence[str], of: int | None, left: Collection[int | None]
 
 
 def unite_effects(effects: Sequence[Effect]) -> Effect | None:
-    """Combine the effects of several findings; each tensor counts for one of them."""
+    """Combine the effects of several findings; each tensor counts for only one of them."""
     if not effects:
         return None
     names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)

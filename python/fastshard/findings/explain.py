@@ -10,7 +10,7 @@ from .code_pages import PAGES
 
 __all__ = ["Explanation", "explain", "find_codes"]
 
-#: Letters of a word that is looked for in titles, at least.
+#: Minimum length of a word to search for in titles.
 _SHORTEST = 3
 
 
@@ -71,7 +71,7 @@ def _find_row(code: str) -> Code | None:
 
 
 def find_codes(word: str) -> list[Code]:
-    """Find the codes with a word in their titles, else those with it in their meanings."""
+    """Find the codes with a word in their titles, or, if there are none, in their meanings."""
     word = word.strip().lower()
     if len(word) < _SHORTEST or word.startswith("fs"):
         return []

@@ -1,4 +1,5 @@
-"""Merging of findings with one cause: files that a rank lacks, missing layers, files with the same error."""
+"""Merging of findings with one cause, such as a rank's missing files, missing layers, or files with the same
+error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _DIMENSIONS = {
     "mp": "model-parallel rank",
     "rank": "rank",
 }
-#: Maximum number of ranks that a finding names one by one.
+#: Maximum number of ranks that a finding names individually.
 _MOST_RANKS = 8
 #: Fields that another finding about the same file may add.
 _ADDED = ("rank", "host", "expected", "got", "evidence", "effect", "help")
@@ -44,15 +45,15 @@ class RankFile:
 
     @cached_property
     def kind(self) -> str:
-        """Path without the numbers, which files of other ranks and layers share."""
+        """Path without numbers, which is the same for files of other ranks and layers."""
         return without_numbers(self.path)
 
 
 def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> list[Finding]:
     """Merge findings of one cause.
 
-    A cause is a file kind that a rank lacks, everything that ranks or stages lack, or layers without any
-    tensor.
+    A cause is a kind of file that is missing for a rank, all files missing for ranks or stages, or layers
+    without any tensor.
 
     Args:
         findings: the findings.
@@ -65,7 +66,7 @@ def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> 
 
 
 def _merge_duplicates(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge the findings of two checks that report the same about a file."""
+    """Merge findings of two checks that report the same problem with a file."""
     merged: dict[object, Finding] = {}
     for finding in findings:
         is_once = finding.is_a("once_per_file") and len(finding.files) == 1 and not finding.tensor
@@ -161,7 +162,7 @@ def _of_store(group: list[Finding]) -> list[Finding]:
 
 
 def _of_layers(group: list[Finding]) -> Finding:
-    """Merge findings about layers or experts of which nothing exists."""
+    """Merge findings about layers or experts without any tensors."""
     numbers = runs(n for f in group for n in f.layers or ())
     count = sum(f.count or 0 for f in group)
     what = "experts" if group[0].axis == "E" else "layers"
@@ -176,7 +177,7 @@ def _of_layers(group: list[Finding]) -> Finding:
 
 
 def _of_files(group: list[Finding]) -> Finding:
-    """Merge findings that report the same about several files."""
+    """Merge findings that report the same problem with several files."""
     group = sorted(group, key=lambda f: natural(f.file or ""))
     differ = {
         name: None
@@ -231,7 +232,7 @@ def _for_all(found: Sequence[Finding]) -> list[str]:
 
 
 def _swapped(group: list[Finding]) -> list[Finding]:
-    """Merge the findings about two files that each have the name or rank of the other."""
+    """Merge the findings about two files that have each other's name or rank."""
     if len(group) != 2 or (group[0].expected, group[0].got) != (group[1].got, group[1].expected):
         return group
     a, b = group
@@ -263,7 +264,7 @@ def _apart(one: str, other: str) -> tuple[str, str]:
 
 
 def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> list[Finding]:
-    """Merge the missing files of ranks that lack their files of every kind."""
+    """Merge the missing files of ranks without any files."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
         is_of_rank = finding.coords and len(finding.files) == 1 and not (finding.tensor or finding.host)
@@ -286,7 +287,7 @@ def _count_files(finding: Finding) -> int:
 
 
 def _message_of_missing(finding: Finding) -> str:
-    """Return the message about a missing file, which is the same for a range of files."""
+    """Return the message about a missing file, in a form that is the same for a range of files."""
     return "the file is missing" if finding.count else finding.message
 
 

@@ -1,5 +1,4 @@
-"""Parts of a model that its config promises and that are missing, wholly or partly: one finding for each
-part."""
+"""Parts of a model that its config promises but that are missing or incomplete: one finding for each part."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def find_missing_parts(
     *,
     listed: bool,
 ) -> list[Finding]:
-    """Add findings about missing parts that no other finding reports.
+    """Add findings about missing parts without another finding.
 
     These are parts without any tensor (`FS116`), and incomplete layers of multi-token prediction.
 
@@ -104,7 +103,7 @@ def _not_there(part: Part) -> Finding:
 
 
 def _has_place(part: Part, names: Collection[str]) -> bool:
-    """Return True if the existing tensors leave no doubt that the part belongs to the model."""
+    """Return True if the existing tensors show that the part belongs to the model."""
     kind = part.kind
     if kind.may_be is not None and any(map(kind.may_be.search, names)):
         return False
@@ -141,7 +140,7 @@ def merge_by_part(
         parts: the promised parts.
         lost: names of all tensors that are known to be missing.
         index: names in the checkpoint's own index.
-        listed_by: who lists the tensors of the model's class, if transformers does.
+        listed_by: the source of the list of the model class's tensors, if it is transformers.
     """
     findings = list(findings)
     for one in parts:
@@ -216,7 +215,7 @@ def _merged(
 
 
 def _fewer(findings: Sequence[Finding], count: int) -> list[Finding]:
-    """Reduce the count in the finding that stands for further missing tensors.
+    """Reduce the count in the finding that represents further missing tensors.
 
     Drop this finding if no tensors are left.
     """

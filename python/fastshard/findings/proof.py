@@ -1,4 +1,4 @@
-"""The extent of a check in words: what is proven about a checkpoint or a result, and what is not."""
+"""Descriptions of the extent of a check: what is verified about a checkpoint or a result, and what is not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..common.records import asdict, dataclass, field
 
 __all__ = ["Checked", "checked", "list_unchecked", "listed_by"]
 
-#: What no run that reads a checkpoint can check.
+#: What cannot be checked by reading a checkpoint.
 LIMIT = "whether the layout is right for the model: no hash shows that, but logits do"
 
-#: Possible endings of a verification that finds nothing wrong.
+#: Possible outcomes of a verification without errors.
 CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
 
 
@@ -32,7 +32,7 @@ class Checked:
     unnoticed: list[str] = field(default_factory=list)
     #: The part that was checked; None for all of the checkpoint.
     part: str | None = None
-    #: Who lists the tensors that must exist, if it is not one of fastshard's own tables.
+    #: The source of the list of required tensors, if it is not one of fastshard's own tables.
     by: str | None = None
 
     def told(self) -> str:
@@ -90,7 +90,7 @@ def checked(
 
 
 def listed_by(findings: Iterable[Finding]) -> str | None:
-    """Return who listed the tensors, if all of them exist.
+    """Return the source of the list of tensors, if all of them exist.
 
     Return None if no list was compared, or if something differs.
     """

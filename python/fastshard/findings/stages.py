@@ -18,7 +18,7 @@ from .missing_parts import PromisedPart, merge_by_part
 __all__ = ["READ_STAGES", "STAGES", "TRUST", "Facts", "Judgement", "Stage", "judge"]
 
 
-#: What helps against a warning that a manifest inside the checkpoint accepts.
+#: Advice for a warning about a finding that a manifest inside the checkpoint accepts.
 TRUST = "pass a manifest that you trust to silence this: it was accepted when the checkpoint was written"
 _WEIGHTS = {"error": 0, "warning": 1, "note": 2}
 
@@ -29,9 +29,9 @@ class Facts:
 
     #: The findings that explain others.
     causes: Causes = field(default_factory=Causes)
-    #: Findings from before the plan. Causes are among them, so no stage drops one as a consequence.
+    #: Findings from before the plan. No stage drops one as a consequence, because they include the causes.
     known: frozenset[Finding] = frozenset()
-    #: The core's findings about single tensors, before any was merged: they name the ranks of an effect.
+    #: The core's findings about single tensors before merging, which name the ranks of an effect.
     echoes: Sequence[Finding] = ()
     #: Missing, incomplete and unreadable tensors, with their numbers of elements where these are known.
     lost: Mapping[str, int | None] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class Facts:
     gate: Gate = field(default_factory=Gate)
     #: True if ``--include`` or ``--exclude`` chooses tensors.
     is_narrowed: bool = False
-    #: Adds the name that a pattern without matches may be meant for.
+    #: Adds a suggestion for a pattern without matches.
     explain_selection: Callable[[Finding], Finding] = lambda finding: finding
-    #: True if rules leave tensors out, each with a reason, as those of optimizer state do.
+    #: True if rules omit tensors with a reason, as the rules for optimizer state do.
     has_reasons: bool = False
     #: Findings from reading the data.
     read: frozenset[Finding] = frozenset()
@@ -64,14 +64,14 @@ class Facts:
 
 
 def drop_consequences(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Drop findings that a lost file, or an error about the checkpoint as a whole, explains."""
+    """Drop findings that a lost file, or an error about the complete checkpoint, explains."""
     return [f for f in findings if f in facts.known or facts.causes.of(f) is None]
 
 
 def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Explain why there is nothing to write: no name matches a pattern, or the files hold no tensors.
+    """Explain why there is nothing to write: no name matches a pattern, or the files contain no tensors.
 
-    The stage drops the finding if an error from before the plan already says so.
+    The stage drops the finding if an error from before the plan already reports this.
     """
     if facts.is_narrowed:
         return [facts.explain_selection(f) if f.code == codes.USAGE else f for f in findings]
@@ -82,7 +82,7 @@ def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[F
 
 
 def merge_reasons(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Merge notes about tensors that are left out for the same reason, such as two moments of each weight."""
+    """Merge notes about tensors that are omitted for the same reason, e.g. two moments of each weight."""
     if not facts.has_reasons:
         return list(findings)
     groups: dict[str, list[Finding]] = {}
@@ -124,7 +124,8 @@ def explain_by_copies(facts: Facts, findings: Sequence[Finding]) -> list[Finding
 
 
 def distrust_manifest(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Undo what only a manifest inside the checkpoint accepts, as the checkpoint's author wrote it too.
+    """Undo the acceptance of findings that only a manifest inside the checkpoint accepts, because the
+    checkpoint's author wrote it.
 
     The finding stays a warning, and the gate may raise it to an error again.
     """
@@ -146,7 +147,7 @@ class Stage:
 
     name: str
     apply: Callable[[Facts, Sequence[Finding]], list[Finding]]
-    #: Why it runs after the stage before it; of the first stage, why it runs first.
+    #: The reason why it runs after the previous stage, or, for the first stage, why it runs first.
     reason: str
 
 
@@ -160,8 +161,8 @@ STAGES = (
     Stage("parts", merge_parts, "--ignore names codes, and a merged finding keeps one code of several"),
     Stage("causes", merge_causes, "the layers of a promised part do not count among consecutive layers"),
 )
-#: The stages for a run that reads the data: its findings and those of the plan, which have passed `STAGES`.
-#: The gate decides each finding once, so that it may run again.
+#: The stages for a run that reads the data: for its findings and for the plan's, which have passed `STAGES`.
+#: The gate decides each finding only once, so it may run again.
 READ_STAGES = (
     Stage("copies", explain_by_copies, "copied files explain other findings, so these need no more work"),
     Stage(
@@ -174,7 +175,7 @@ READ_STAGES = (
     ),
     Stage("order", sort_by_severity, "the gate changes severities"),
 )
-#: The stage before which nothing merges findings about files or layers.
+#: The stage before which findings about files or layers are not merged.
 _LAST_OF_EACH = "gate"
 
 
@@ -184,7 +185,7 @@ class Judgement:
 
     #: A finding for each cause.
     findings: list[Finding]
-    #: A finding for each file and tensor, as they are counted; of ``STAGES`` alone.
+    #: A finding for each file and tensor, for counting; only from ``STAGES``.
     each: list[Finding]
 
 
@@ -192,7 +193,7 @@ def judge(facts: Facts, findings: Sequence[Finding], stages: Sequence[Stage] = S
     """Run stages one after another.
 
     Args:
-        facts: what the stages need besides the findings.
+        facts: facts that the stages need besides the findings.
         findings: the findings of a plan, or of a run that reads the data.
         stages: ``STAGES`` or ``READ_STAGES``.
 
