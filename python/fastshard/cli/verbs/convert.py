@@ -1,4 +1,4 @@
-"""``fastshard merge`` and ``fastshard convert``: write a checkpoint under its own names or in another layout."""
+"""``fastshard merge`` and ``convert``: write a checkpoint under its own names or in another layout."""
 
 from __future__ import annotations
 
