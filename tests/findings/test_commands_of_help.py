@@ -111,7 +111,7 @@ REMOVED = {
     "also remove this run, although it could be continued",
     "remove what interrupted runs left behind",
     "list what would be removed, and remove nothing",
-    "remove the directory, and run again without --resume",
+    "start afresh: remove the directory, and run again without --resume",
 }
 
 

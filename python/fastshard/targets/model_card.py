@@ -120,9 +120,9 @@ def _license(front: Mapping[str, Any]) -> str | None:
     return one if isinstance(one, str) and _LICENSE.fullmatch(one) else None
 
 
-def _bases(stated: Any) -> list[str]:
+def _bases(value: Any) -> list[str]:
     """Return the repositories that are stated as origin; none if one of them is no repository."""
-    named = stated if isinstance(stated, list) else [stated]
+    named = value if isinstance(value, list) else [value]
     bases = [base for base in named if isinstance(base, str) and _REPOSITORY.fullmatch(base)]
     return bases if len(bases) == len(named) else []
 

@@ -367,7 +367,7 @@ impl Meeting {
                     )
                     .rank(format!("rank {}", heard.card.rank))
                     .help(
-                        "read the output of that rank: it states whether its sources differ or their headers",
+                        "check the output of that rank, which states whether its sources differ or their headers",
                     );
                     finding.host = Some(heard.card.process.host.clone());
                     vec![finding]

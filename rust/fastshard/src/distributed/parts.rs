@@ -80,7 +80,7 @@ fn work_of(shared: &Shared) -> Result<Work> {
         Error::from(
             Finding::new(codes::LEFTOVER_RUN, format!("what is made cannot be read ({e})"))
                 .file(shared.path())
-                .help("remove the directory and start again: another version wrote it"),
+                .help("start afresh: remove the directory, which another version wrote"),
         )
     })
 }
@@ -253,7 +253,7 @@ fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
             "source files are not as they were when this run was begun, by their status: what was made of them may be of other content",
         )
         .file(shared.path())
-        .help("remove the directory, and run again without --resume")
+        .help("start afresh: remove the directory, and run again without --resume")
         .into()),
         _ => Ok(()),
     }

@@ -476,7 +476,7 @@ impl Shared {
 fn unreadable(path: &Path, error: &serde_json::Error) -> Error {
     Finding::new(codes::LEFTOVER_RUN, format!("what is written of the run cannot be read ({error})"))
         .file(path)
-        .help("remove the staging directory and start again")
+        .help("start afresh: remove the staging directory")
         .into()
 }
 

@@ -64,7 +64,7 @@ pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Findin
             format!("owner {}, writable by nobody else", probe_meta.st_uid),
             format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
         )
-        .help("somebody else made or opened it: check it and remove it, or choose a destination in your own directory")))
+        .help("check it and remove it, or choose a destination in your own directory; somebody else made or opened it")))
 }
 
 /// True for the name of an entry that holds what becomes the result: in a run of several processes it has the name of

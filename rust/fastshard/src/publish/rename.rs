@@ -41,7 +41,7 @@ pub(super) fn in_steps(place: &Place) -> Finding {
         "a lower layer of overlayfs has the destination: it is replaced file by file",
     )
     .file(&place.out)
-    .help("stop readers until the command ends, or choose a new destination, which appears in one step")
+    .help("let nobody read it until the command ends, or choose a new destination, which appears in one step")
 }
 
 /// A run whose staging folder is held and locked.

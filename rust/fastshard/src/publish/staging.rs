@@ -176,7 +176,7 @@ impl Staging {
             Some(_) if Journal::has_records(folder, "journal")? || Shared::find(folder)?.is_some() => {
                 return Err(Finding::new(codes::LEFTOVER_RUN, "the staging folder holds another plan")
                     .file(folder.path())
-                    .help("remove the directory and start again: the sources or options have changed")
+                    .help("start afresh: remove the directory; the sources or options have changed")
                     .into())
             }
             // A sealed run whose clean-up was cut short has no plan any more.
