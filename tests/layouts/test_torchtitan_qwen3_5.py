@@ -146,6 +146,15 @@ def test_torchtitans_checkpoint_converts(kind: str, tmp_path: Path) -> None:
     equal(read_result(tmp_path / "merged"), by_hand(kind))
 
 
+def test_older_names_of_experts_are_read(tmp_path: Path) -> None:
+    state = {}
+    for name, tensor in by_hand("moe").items():
+        older = name.replace("routed_experts.inner_experts", "experts")
+        state[older.removesuffix("_EFD").removesuffix("_EDF")] = tensor
+    assert cli("convert", titan("moe", tmp_path / "in", state), tmp_path / "back", "--to", "hf").code == 0
+    assert_back(tmp_path / "back", "moe")
+
+
 def test_it_goes_to_megatron_and_back(tmp_path: Path) -> None:
     convert(titan("moe", tmp_path / "in"), tmp_path / "megatron", to="megatron", tp=2, ep=2)
     # Two classes of transformers have these tensors, and torchtitan computes one of them.

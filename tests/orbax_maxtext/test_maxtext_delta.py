@@ -13,7 +13,7 @@ import torch
 import yaml
 from fastshard import FastshardError, convert
 from helpers import cli
-from jax_maker import Tree, assert_same, converted, read
+from jax_maker import Tree, assert_same, converted, read, saved_orbax
 from maxtext_delta import KINDS, arrange, checkpoint, compute, files, find_cycle, yml_of
 from transformers import AutoModelForCausalLM
 
@@ -253,7 +253,6 @@ def test_what_decides_values_is_not_guessed(key: str, tmp_path: Path) -> None:
     [
         {"use_qk_norm": True},
         {"use_qk_norm_in_gdn": False},
-        {"shared_experts": 2},
         {"attention_bias": True},
         {"attention_sink": True},
         {"routed_bias": True},
@@ -296,6 +295,71 @@ def test_what_maxtext_does_not_compute_is_refused(
         ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", to)
         assert ran.code == 2 and {f["code"] for f in ran.errors} == {"FS514"}, ran.out
         assert named in ran.out and not (tmp_path / "out").exists(), ran.out
+
+
+@pytest.mark.parametrize(
+    "yml",
+    [
+        {"use_qk_norm_in_gdn": False},
+        {"use_qk_norm": True},
+        {"rope_type": "yarn", "rope_factor": 4},
+        {"rope_type": "llama3.1"},
+        {"attn_logits_soft_cap": 30.0},
+        {"final_logits_soft_cap": 30.0},
+        {"rope_min_timescale": 2},
+        {"attention_bias": True},
+        {"routed_score_func": "sigmoid"},
+    ],
+    ids=str,
+)
+def test_a_yml_made_of_another_yml_keeps_what_decides_values(yml: dict[str, Any], tmp_path: Path) -> None:
+    source = checkpoint("next", tmp_path / "run", **yml)
+    for scan, out in ((None, "apart"), (1, "stacked")):
+        converted(source, tmp_path / out, **target(scan))
+        stated = written_yml(tmp_path / out)
+        assert {key: stated.get(key) for key in yml} == yml
+        assert cli("convert", tmp_path / out, tmp_path / "hf", "--to", "hf").code == 2
+
+
+def test_a_long_cycle_is_not_scanned(tmp_path: Path) -> None:
+    types = ["linear_attention"] * 8 + ["full_attention"]
+    config, tensors, want = files("next", num_hidden_layers=9, layer_types=types)
+    source = tmp_path / "run"
+    saved_orbax(arrange(tensors, config, None), source)
+    (source / "maxtext_model.yml").write_text(yaml.safe_dump(yml_of(config)))
+    ran = cli("convert", source, tmp_path / "out", "--to", "maxtext:scan")
+    assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS514"], ran.out
+    assert not (tmp_path / "out").exists()
+    converted(source, tmp_path / "back", "hf")
+    assert torch.equal(logits(tmp_path / "back"), want)
+
+
+@pytest.mark.parametrize("scan", [1, None], ids=["scan", "apart"])
+@pytest.mark.parametrize("stated", [True, False], ids=["yml", "no yml"])
+def test_attention_that_is_lost_in_all_layers_is_an_error(
+    scan: int | None, stated: bool, tmp_path: Path
+) -> None:
+    config, tensors, _ = files("next")
+    tree = arrange(tensors, config, scan)
+    lacking = {name: array for name, array in tree.items() if ".attention.attention." not in name}
+    source = checkpoint("next", tmp_path / "run", tree=lacking, inhomogeneous_layer_cycle_interval=None)
+    if not stated:
+        (source / "maxtext_model.yml").unlink()
+    ran = cli("verify", source)
+    assert ran.code != 0 and ran.having("FS209"), ran.out
+    for to in ("hf", "maxtext:scan", "maxtext:unscan"):
+        ran = cli("convert", source, tmp_path / "out", "--to", to)
+        assert ran.code in (1, 2, 3) and not ran.having("FS520") and not (tmp_path / "out").exists(), ran.out
+
+
+def test_a_config_whose_routing_maxtext_does_not_compute_is_refused(tmp_path: Path) -> None:
+    config, _, _ = files("next")
+    config.norm_topk_prob = False
+    config.save_pretrained(tmp_path / "config")
+    source = checkpoint("next", tmp_path / "run")
+    with pytest.raises(FastshardError) as error:
+        convert(source, tmp_path / "out", to="hf", config=tmp_path / "config/config.json")
+    assert [(f.code, "norm_topk_prob" in f.message) for f in error.value.findings] == [("FS215", True)]
 
 
 def test_the_layer_that_predicts_a_further_token_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,24 @@ _ABSENT = (
     "use_mrope",
     "use_untrainable_positional_embedding",
 )
+#: Settings that change the computation of every block, and that a yml made from another yml keeps.
+KEPT = (
+    "decoder_block",
+    "mlp_activations",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+    "rope_min_timescale",
+    "rope_linear_scaling_factor",
+    "normalize_embedding_logits",
+    "norm_topk_prob",
+    "routed_score_func",
+    "use_random_routing",
+    "routed_scaling_factor",
+    "capacity_factor",
+    "sparse_matmul",
+    "use_qk_norm",
+    *_ABSENT,
+)
 #: MaxText's Llama block, which sees all previous positions. source: MaxText models/{llama2,mistral}.py
 #: (attention_type is global)
 LLAMA = Says(
@@ -138,7 +156,7 @@ class DecoderBlock:
         """
         if self.is_windowed:
             return Cycle(2, "layers_{}")
-        if not self.is_delta or length is None or length > maxtext_delta.LONGEST_CYCLE:
+        if not self.is_delta or length is None:
             return None
         places = range(length)
         return Cycle(
@@ -499,6 +517,16 @@ class MaxText:
             )
         seen = replace(evidence, facts={**evidence.facts, **facts})
         model = huggingface.DIALECT.read(config, seen)
+        if model.experts is not None and not model.experts.normalised and not block.says.unnormalised:
+            raise FastshardError.of(
+                codes.CONFIG_DISAGREES,
+                f"{model.word('experts.normalised', 'norm_topk_prob')}: MaxText always normalises the "
+                "weights of the chosen experts",
+                expected="true",
+                got="false",
+                help="pass the config of this model",
+                run=["--config FILE"],
+            )
         if pairs_of(config, block) is not None:
             return model
         return replace(model, remarks=(*model.remarks, _order_open(block)))

@@ -16,7 +16,7 @@ from ..common.finding_facts import runs_of
 from ..common.formatting import runs
 from ..common.records import replace
 from ..layouts.declaration import Evidence
-from .config_fields import positive_number, whole_number
+from .config_fields import positive_number, refused, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, take_delta_net, unstated
 
 #: Sizes of delta nets: axes of the tables -> keys of a yml.
@@ -37,16 +37,25 @@ LONGEST_CYCLE = 8
 #: Settings in a yml of such a block, besides sizes, the cycle and the rotary embedding.
 SETTINGS: dict[str, Any] = {"norm_topk_prob": True, "shared_experts": 1}
 #: Settings besides sizes that stay unchanged when a yml is made from another yml.
-KEPT = (CYCLE, SHARE, "use_mrope", "mrope_section")
+KEPT = (
+    CYCLE,
+    SHARE,
+    "use_mrope",
+    "mrope_section",
+    "use_qk_norm_in_gdn",
+    "attention_bias",
+    "attention_sink",
+    "routed_bias",
+    "mlp_bias",
+    "mtp_num_layers",
+)
 #: Settings that these blocks support with one value only, and MaxText's default for each.
 _FIXED: dict[str, tuple[Any, Any]] = {
     "use_qk_norm_in_gdn": (True, True),
-    "shared_experts": (1, 0),
     "attention_bias": (False, False),
     "attention_sink": (False, False),
     "routed_bias": (False, False),
     "mlp_bias": (False, False),
-    "routed_scaling_factor": (1.0, 1.0),
     "mtp_num_layers": (0, 0),
 }
 
@@ -64,7 +73,10 @@ def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list
     # MaxText has defaults: the yml of a model states others, or a model_name, whose yml is not here.
     if open_ := list_unstated(config):
         raise error_for([unstated(key, "") for key in open_])
-    return Rope(base, positive_number(config, SHARE, 1.0)), []
+    share = positive_number(config, SHARE, 1.0)
+    if share > 1:
+        raise refused(f"config: {SHARE}", "1 at most", share)
+    return Rope(base, share), []
 
 
 def list_unstated(config: Mapping[str, Any]) -> list[str]:
@@ -96,14 +108,15 @@ def read_cycle(config: Mapping[str, Any]) -> int | None:
     Raises:
         FastshardError: ``FS211`` for an invalid number.
     """
+    types = config.get("layer_types")
+    if isinstance(types, list) and "linear_attention" in types:
+        # transformers takes these before the interval.
+        full = [n for n, kind in enumerate(types) if kind == "full_attention"]
+        return find_cycle(full, set(range(len(types))) - set(full))
     for key in (CYCLE, "full_attention_interval"):
         if config.get(key) is not None:
             return whole_number(config, key, 1)
-    types = config.get("layer_types")
-    if not isinstance(types, list) or "linear_attention" not in types:
-        return None
-    full = [n for n, kind in enumerate(types) if kind == "full_attention"]
-    return find_cycle(full, set(range(len(types))) - set(full))
+    return None
 
 
 def find_cycle(full_layers: Iterable[int], delta_layers: Iterable[int]) -> int | None:

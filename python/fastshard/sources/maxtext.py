@@ -21,6 +21,7 @@ from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
 from ..layouts.nnx_names import NnxNames
 from ..models import config_json, maxtext, maxtext_delta, maxtext_sizes
 from ..models.config_fields import flag, integer
+from ..models.model import unstated
 
 #: Families in the order in which they are tried.
 FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -98,6 +99,8 @@ def describe(
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
     layout = source.binding.layout
     length, misfit = _find_cycle_length(shapes, config or {})
+    if maxtext.is_delta(family) and length is None:
+        length, misfit = _report_unknown_cycle(shapes)
     cycle = maxtext.find_cycle(family, length)
     if cycle is not None and misfit:
         source.findings.append(misfit)
@@ -185,7 +188,10 @@ def _family(
     source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames, config: dict[str, Any]
 ) -> str | None:
     strange: dict[str, list[str]] = {}
-    length, _ = _find_cycle_length(shapes, config)
+    length: int | None = _find_cycle_length(shapes, config)[0] or _report_unknown_cycle(shapes)[0]
+    if stacked and length > maxtext_delta.LONGEST_CYCLE:
+        # The tables have no sets for more places.
+        length = None
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
         cycle = maxtext.find_cycle(family, length)
@@ -361,6 +367,16 @@ def _find_cycle_length(
         return stated, None
     got = "none" if seen is None else str(seen)
     return seen or stated, _contradiction(maxtext_delta.CYCLE, stated, got, "the config")
+
+
+def _report_unknown_cycle(shapes: Mapping[str, Any]) -> tuple[int, Finding]:
+    """Return the number of layers in place of a cycle that nothing shows, and the finding.
+
+    The last layer of each cycle has attention, so a checkpoint without any has lost it.
+    """
+    numbers = [int(match[2]) for name in shapes if (match := _OF_CYCLE.match(name))]
+    finding = unstated(maxtext_delta.CYCLE, "", "no layer has attention, and it is not stated")
+    return max(numbers, default=0) + 1, finding
 
 
 def _declare_cycle(

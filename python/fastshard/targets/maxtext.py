@@ -110,6 +110,15 @@ class MaxTextTarget:
             cycle, layers = rules.cycle, source.binding.axes.get("L", 0)
         else:
             cycle, layers = _find_cycle(model) if model is not None else (None, 0)
+        if scan is not None and cycle is not None and cycle.length > maxtext_delta.LONGEST_CYCLE:
+            raise FastshardError.of(
+                codes.UNSUPPORTED,
+                "no layout for a scan of so many different layers",
+                expected=f"cycles of {maxtext_delta.LONGEST_CYCLE} layers at most, or unstacked layers",
+                got=str(cycle.length),
+                help="write the layers unstacked",
+                run=["--to maxtext:unscan"],
+            )
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names, cycle, layers)
 
     def form(self) -> Form:
@@ -360,13 +369,8 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     findings: list[Finding] = []
     if is_own_yml:
         kept = (
-            "decoder_block",
-            "mlp_activations",
-            "normalization_layer_epsilon",
-            "rope_max_timescale",
-            "normalize_embedding_logits",
-            "norm_topk_prob",
-            *(maxtext_latent.KEPT if latent else ()),
+            *maxtext.KEPT,
+            *(maxtext_latent.KEPT if latent or delta else ()),
             *(maxtext_windows.KEPT if maxtext.is_windowed(family) else ()),
             *(maxtext_delta.KEPT if delta else ()),
         )
