@@ -188,13 +188,12 @@ def _family(
     source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames, config: dict[str, Any]
 ) -> str | None:
     strange: dict[str, list[str]] = {}
-    length: int | None = _find_cycle_length(shapes, config)[0] or _report_unknown_cycle(shapes)[0]
-    if stacked and length > maxtext_delta.LONGEST_CYCLE:
-        # The tables have no sets for more places.
-        length = None
+    length = _find_cycle_length(shapes, config)[0] or _report_unknown_cycle(shapes)[0]
+    # The tables have no sets for the places of longer cycles.
+    has_sets = not stacked or length <= maxtext_delta.LONGEST_CYCLE
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
-        cycle = maxtext.find_cycle(family, length)
+        cycle = maxtext.find_cycle(family, length if has_sets else None)
         table = _weights(f"maxtext.{family}", 0 if stacked else None, cycle)
         strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
