@@ -276,7 +276,7 @@ def test_a_stray_file_beside_a_step_under_a_name_that_is_not_utf8(
     (root / "global_step4" / NO_TEXT / "latest").write_text("")
     ran = cli("master-weights", root, "--repair", tmp_path / "out", *options)
     assert ran.code == 0, ran.findings
-    assert {f["file"] for f in ran.having("FS108", message="left behind")} == {
+    assert {f["file"] for f in ran.having("FS108", message="not copied")} == {
         "global_step4/core.x\\xff",
         "global_step4/x\\xff/latest",
     }

@@ -228,7 +228,7 @@ def test_text_larger_than_its_bound_is_not_read(tmp_path: Path) -> None:
     with (ckpt / "config.json").open("ab") as file:
         file.truncate(safe_files.MAX_TEXT + 1)
     ran = bounded("merge", ckpt, tmp_path / "out")
-    assert ran.code == 1 and ran.having("FS601", file="config.json", expected="67108864 bytes at most")
+    assert ran.code == 1 and ran.having("FS601", file="config.json", expected="at most 67108864 bytes")
 
 
 @pytest.mark.parametrize("option", ["--config", "--layout"])
@@ -246,7 +246,7 @@ def test_reading_is_bounded_whatever_the_size_is_said_to_be(tmp_path: Path) -> N
     path.write_bytes(b"x" * 100)
     assert safe_files.read_bytes(path, 100) == b"x" * 100
     assert safe_files.read_bytes(path, 7, whole=False) == b"x" * 7
-    with pytest.raises(fastshard.ProblemError, match="99 bytes at most"):
+    with pytest.raises(fastshard.ProblemError, match="at most 99 bytes"):
         safe_files.read_bytes(path, 99)
     # A file of /proc has the size 0.
     assert b"Name:" in safe_files.read_bytes("/proc/self/status", 1 << 16)
@@ -302,6 +302,9 @@ _EXCUSED = {
     # A request of urllib, and a placeholder that is made.
     "stores/objects.py": {"open"},
     "stores/placeholders.py": {"open"},
+    # Metadata of installed packages, and files that an author's own test makes.
+    "common/plugins.py": {"read_text"},
+    "testing.py": {"read_bytes"},
     # Files that this run has made.
     "stores/hub_upload.py": {"open"},
     "stores/result_prefix.py": {"read_bytes"},

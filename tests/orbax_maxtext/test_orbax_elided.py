@@ -99,7 +99,7 @@ def test_zeros_of_a_process_that_is_here_are_not_blamed_on_it() -> None:
     assert verdict.gone == {"w": [(1, 0)], "zero": [(1, 0)]}
     assert {f.rank for f in verdict.findings} == {"process 1"}
     assert all("process 0" not in (f.help or "") for f in verdict.findings)
-    assert "2 more were left out by processes that are here" in verdict.findings[-1].message
+    assert "2 more were left out by processes that are present" in verdict.findings[-1].message
 
 
 def test_an_array_of_one_device_was_saved_by_one_process() -> None:
