@@ -101,10 +101,8 @@ REMOVED = {
     "continue it, or remove what it left behind",
     "continue the run, or remove what it left behind",
     "copy the step if it is the one you want; else delete the tracker file",
-    "look at it, have it removed, or choose a destination in a directory of your own; somebody else made or "
-    "opened it",
-    "look at the destination and into the folder, which may hold what was there before; then remove it and "
-    "run again",
+    "check it and remove it, or choose a destination in your own directory; somebody else made or opened it",
+    "check the destination and the directory, which may hold the previous files; then remove it and run again",
     "make the part again on its host, or remove the file",
     "run the command, or remove the complete result, which is kept in ",
     "run the command, or remove the complete result, which is kept in X",
@@ -112,6 +110,9 @@ REMOVED = {
     "remove what interrupted runs left behind",
     "list what would be removed, and remove nothing",
     "start afresh: remove the directory, and run again without --resume",
+    "start afresh: remove the directory, which another version wrote",
+    "start afresh: remove the directory; the sources or options have changed",
+    "start afresh: remove the staging directory",
 }
 
 
