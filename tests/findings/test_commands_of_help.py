@@ -102,7 +102,8 @@ REMOVED = {
     "continue the run, or remove what it left behind",
     "copy the step if it is the one you want; else delete the tracker file",
     "check it and remove it, or choose a destination in your own directory; somebody else made or opened it",
-    "check the destination and the directory, which may hold the previous files; then remove it and run again",
+    "check the destination and the directory, which may hold the previous files; then remove it and run "
+    "again",
     "make the part again on its host, or remove the file",
     "run the command, or remove the complete result, which is kept in ",
     "run the command, or remove the complete result, which is kept in X",
