@@ -40,7 +40,7 @@ class _FirstParagraph(HTMLParser):
             self.text += data
 
 
-def made(home: Page, config: MkDocsConfig) -> str:
+def make_text(home: Page, config: MkDocsConfig) -> str:
     """Returns the file, once the pages' contents are known."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
     section = None

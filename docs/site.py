@@ -75,7 +75,7 @@ def on_env(env: Any, config: MkDocsConfig, files: Files) -> Any:
 
     home = files.src_uris["index.md"].page
     assert home is not None
-    files.append(File.generated(config, "llms.txt", content=llms.made(home, config)))
+    files.append(File.generated(config, "llms.txt", content=llms.make_text(home, config)))
     return env
 
 

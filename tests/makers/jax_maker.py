@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import tensorstore
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 Tree = dict[str, np.ndarray]
@@ -20,6 +21,27 @@ Tree = dict[str, np.ndarray]
 STEP: Tree = {"step": np.array(0, np.int64)}
 #: The rotary embedding whose order of queries and keys MaxText's converter writes.
 LLAMA31 = {"rope_type": "llama3.1", "rope_use_scale": False}
+
+
+#: Forms of MaxText's layers: the axis along which a scan stacks them, or None for layers apart.
+SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
+
+
+def target(scan: int | None) -> dict[str, Any]:
+    """Options of a conversion to MaxText with layers stacked along an axis, or apart."""
+    return {"to": "maxtext:unscan"} if scan is None else {"to": "maxtext:scan", "param_scan_axis": scan}
+
+
+def without_step(tree: Tree) -> Tree:
+    """The arrays of a train state besides its step."""
+    return {name: array for name, array in tree.items() if name != "step"}
+
+
+def written_yml(out: Path) -> dict[str, Any]:
+    """The yml beside a result in MaxText's form."""
+    yml = yaml.safe_load((out / "maxtext_model.yml").read_text())
+    assert isinstance(yml, dict)
+    return yml
 
 
 def sha(array: np.ndarray) -> str:

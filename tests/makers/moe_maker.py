@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     MixtralConfig,
@@ -98,6 +99,11 @@ def glm(seed: int = 0, **changes: Any) -> Any:
 def logits(made: Any) -> torch.Tensor:
     with torch.no_grad():
         return made(TOKENS).logits
+
+
+def load_logits(folder: Path) -> torch.Tensor:
+    """Logits of the model that transformers loads from a folder, in float32."""
+    return logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 def _part(tensor: torch.Tensor, rank: int, degree: int, dim: int = 0) -> torch.Tensor:

@@ -13,29 +13,18 @@ import torch
 import yaml
 from fastshard import FastshardError, convert
 from helpers import cli
-from jax_maker import Tree, assert_same, converted, read, saved_orbax
+from jax_maker import (
+    SCANS,
+    Tree,
+    assert_same,
+    converted,
+    read,
+    saved_orbax,
+    target,
+    without_step,
+    written_yml,
+)
 from maxtext_delta import KINDS, arrange, checkpoint, compute, files, find_cycle, yml_of
-from transformers import AutoModelForCausalLM
-
-SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
-
-
-def target(scan: int | None) -> dict[str, Any]:
-    return {"to": "maxtext:unscan"} if scan is None else {"to": "maxtext:scan", "param_scan_axis": scan}
-
-
-def without_step(tree: Tree) -> Tree:
-    return {name: array for name, array in tree.items() if name != "step"}
-
-
-def written_yml(out: Path) -> dict[str, Any]:
-    stated = yaml.safe_load((out / "maxtext_model.yml").read_text())
-    assert isinstance(stated, dict)
-    return stated
-
-
-def logits(folder: Path) -> torch.Tensor:
-    return moe_maker.logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 def assert_back(folder: Path, tensors: Tree, kind: str) -> None:
@@ -63,7 +52,7 @@ def test_there_and_back_is_bit_exact(kind: str, scan: int | None, tmp_path: Path
     assert ran.code == 0, ran.out
     converted(tmp_path / "out", tmp_path / "back", "hf")
     assert_back(tmp_path / "back", tensors, kind)
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 @pytest.mark.parametrize("scan", [1, None], ids=["scan", "apart"])
@@ -92,7 +81,7 @@ def test_a_checkpoint_of_maxtexts_own_converts_by_the_yml_of_its_model(
     source = checkpoint(kind, tmp_path / "run", scan)
     converted(source, tmp_path / "out", "hf")
     assert_back(tmp_path / "out", tensors, kind)
-    assert torch.equal(logits(tmp_path / "out"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "out"), want)
     other = None if scan is not None else 1
     form, _ = converted(source, tmp_path / "other", **target(other))
     assert_same(without_step(form), arrange(tensors, config, other))
@@ -102,7 +91,7 @@ def test_a_checkpoint_of_maxtexts_own_converts_by_the_yml_of_its_model(
     config.save_pretrained(tmp_path / "config")
     converted(source, tmp_path / "back", "hf", config=tmp_path / "config/config.json")
     assert_back(tmp_path / "back", tensors, kind)
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 def test_the_settings_of_maxtexts_own_yml_for_images_change_nothing_in_text(tmp_path: Path) -> None:
@@ -128,7 +117,7 @@ def test_megatrons_checkpoint_goes_to_maxtext_and_back(kind: str, scan: int | No
     convert(tmp_path / "out", tmp_path / "again", to="megatron:legacy", tp=2)
     converted(tmp_path / "again", tmp_path / "back", "hf", vocab_size=250, config=tmp_path / "hf/config.json")
     assert_back(tmp_path / "back", tensors, kind)
-    assert torch.allclose(logits(tmp_path / "back"), want, atol=1e-5)
+    assert torch.allclose(moe_maker.load_logits(tmp_path / "back"), want, atol=1e-5)
 
 
 def test_the_text_model_beside_a_tower_is_converted(tmp_path: Path) -> None:
@@ -331,7 +320,7 @@ def test_a_long_cycle_is_not_scanned(tmp_path: Path) -> None:
     assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS514"], ran.out
     assert not (tmp_path / "out").exists()
     converted(source, tmp_path / "back", "hf")
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 @pytest.mark.parametrize("scan", [1, None], ids=["scan", "apart"])
@@ -380,7 +369,7 @@ def test_layers_that_the_cycle_does_not_divide_are_not_scanned(tmp_path: Path) -
     ran = cli("convert", tmp_path / "apart", tmp_path / "scanned", "--to", "maxtext:scan")
     assert ran.code == 2 and not (tmp_path / "scanned").exists()
     converted(tmp_path / "apart", tmp_path / "back", "hf")
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 def test_no_order_of_pairs_can_be_chosen(tmp_path: Path) -> None:

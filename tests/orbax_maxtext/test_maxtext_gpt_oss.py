@@ -12,33 +12,12 @@ import moe_maker
 import numpy as np
 import pytest
 import torch
-import yaml
 from fastshard import FastshardError, convert
 from helpers import cli, read_result
-from jax_maker import Tree, assert_same, converted, read
+from jax_maker import SCANS, Tree, assert_same, converted, read, target, without_step, written_yml
 from maxtext_gpt_oss import KINDS, arrange, checkpoint, compute, files, yml_of
-from transformers import AutoModelForCausalLM
 
-SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
 YARN = gpt_oss_maker.YARN
-
-
-def target(scan: int | None) -> dict[str, Any]:
-    return {"to": "maxtext:unscan"} if scan is None else {"to": "maxtext:scan", "param_scan_axis": scan}
-
-
-def without_step(tree: Tree) -> Tree:
-    return {name: array for name, array in tree.items() if name != "step"}
-
-
-def written_yml(out: Path) -> dict[str, Any]:
-    stated = yaml.safe_load((out / "maxtext_model.yml").read_text())
-    assert isinstance(stated, dict)
-    return stated
-
-
-def logits(folder: Path) -> torch.Tensor:
-    return moe_maker.logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +35,7 @@ def test_there_and_back_is_bit_exact(kind: str, scan: int | None, tmp_path: Path
     assert ran.code == 0, ran.out
     back, _ = converted(tmp_path / "out", tmp_path / "back", "hf")
     assert_same(back, tensors)
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 @pytest.mark.parametrize("scan", [1, None], ids=["scan", "apart"])
@@ -88,7 +67,7 @@ def test_a_checkpoint_of_maxtexts_own_converts_by_the_yml_of_its_model(
     source = checkpoint(kind, tmp_path / "run", scan)
     out, _ = converted(source, tmp_path / "out", "hf")
     assert_same(out, tensors)
-    assert torch.equal(logits(tmp_path / "out"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "out"), want)
     other = None if scan is not None else 1
     form, _ = converted(source, tmp_path / "other", **target(other))
     assert_same(without_step(form), arrange(tensors, config, other))
@@ -98,7 +77,7 @@ def test_a_checkpoint_of_maxtexts_own_converts_by_the_yml_of_its_model(
     config.save_pretrained(tmp_path / "config")
     back, _ = converted(source, tmp_path / "back", "hf", config=tmp_path / "config/config.json")
     assert_same(back, tensors)
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 def test_bfloat16_and_mxfp4_come_back(tmp_path: Path) -> None:
@@ -285,7 +264,7 @@ def test_an_odd_number_of_layers_is_not_scanned(tmp_path: Path) -> None:
     ran = cli("convert", tmp_path / "apart", tmp_path / "scanned", "--to", "maxtext:scan")
     assert ran.code == 2 and not (tmp_path / "scanned").exists()
     converted(tmp_path / "apart", tmp_path / "back", "hf")
-    assert torch.equal(logits(tmp_path / "back"), want)
+    assert torch.equal(moe_maker.load_logits(tmp_path / "back"), want)
 
 
 def test_no_order_of_pairs_can_be_chosen(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fastshard.targets.request import Request
 from helpers import read_result
 from jax_maker import (
     LLAMA31,
+    SCANS,
     STEP,
     Size,
     Tree,
@@ -36,26 +37,18 @@ from jax_maker import (
     saved_paxml,
     scaled,
     sha,
+    target,
 )
 
 BF16 = ml_dtypes.bfloat16
 SIZE = Size()
 LONG = Size(head_dim=128)
-SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
-
-
-def target(scan: int | None) -> dict[str, Any]:
-    return {"to": "maxtext:unscan"} if scan is None else {"to": "maxtext:scan", "param_scan_axis": scan}
 
 
 def hf_folder(tree: Tree, size: Size, folder: Path, **config: Any) -> Path:
     saved(tree, folder)
     (folder / "config.json").write_text(json.dumps(llama_config(size, **config)))
     return folder
-
-
-def without_step(tree: Tree) -> Tree:
-    return {name: a for name, a in tree.items() if name != "step"}
 
 
 def codes(findings: list[Any], severity: str = "error") -> list[str]:

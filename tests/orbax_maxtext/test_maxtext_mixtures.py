@@ -11,29 +11,12 @@ import moe_maker
 import numpy as np
 import pytest
 import torch
-import yaml
 from fastshard import FastshardError, convert
 from helpers import FIXTURES, cli, sha256
-from jax_maker import Tree, as_numpy, assert_same, converted, read
+from jax_maker import SCANS, Tree, as_numpy, assert_same, converted, read, target, without_step, written_yml
 from maxtext_mixtures import KINDS, MIXTURES, MODULES, checkpoint, compute, held, hf, model, told, yml_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-
-SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
-
-
-def target(scan: int | None) -> dict[str, Any]:
-    return {"to": "maxtext:unscan"} if scan is None else {"to": "maxtext:scan", "param_scan_axis": scan}
-
-
-def without_step(tree: Tree) -> Tree:
-    return {name: array for name, array in tree.items() if name != "step"}
-
-
-def written_yml(out: Path) -> dict[str, Any]:
-    stated = yaml.safe_load((out / "maxtext_model.yml").read_text())
-    assert isinstance(stated, dict)
-    return stated
 
 
 @pytest.mark.parametrize("kind", KINDS)

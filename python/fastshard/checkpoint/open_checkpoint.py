@@ -572,8 +572,8 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
     beyond = [f for f in findings if f.code == codes.TOO_MANY_FILES]
     if len(beyond) < 2:
         return findings
-    told = beyond[0].replace(message=f"{beyond[0].message}; the same holds for {len(beyond) - 1} more files")
-    return [told, *(f for f in findings if f.code != codes.TOO_MANY_FILES)]
+    first = beyond[0].replace(message=f"{beyond[0].message}; the same holds for {len(beyond) - 1} more files")
+    return [first, *(f for f in findings if f.code != codes.TOO_MANY_FILES)]
 
 
 def _label_files(files: Sequence[File], roots: Sequence[Path]) -> list[str]:

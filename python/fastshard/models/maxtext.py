@@ -129,6 +129,15 @@ class DecoderBlock:
         return "delta" in self.says.attentions
 
     @property
+    def fixed(self) -> Mapping[str, tuple[Any, Any]]:
+        """The settings that this block supports with one value only, and MaxText's default for each."""
+        if self.is_latent:
+            return maxtext_latent.FIXED
+        if self.is_windowed:
+            return maxtext_windows.FIXED
+        return maxtext_delta.FIXED if self.is_delta else {}
+
+    @property
     def has_one_order(self) -> bool:
         """True for a block whose rotary pairs have a fixed order, whatever ``rope_type`` states."""
         return self.is_latent or self.is_windowed or self.is_delta
@@ -664,9 +673,11 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
     if tied:
         normalised = config.get("normalize_embedding_logits", True)
         checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
-    lacking = maxtext_latent.list_lacks_of_yml(config) if block.is_latent else []
-    lacking += maxtext_windows.list_lacks_of_yml(config) if block.is_windowed else []
-    lacking += maxtext_delta.list_lacks_of_yml(config) if block.is_delta else []
+    settings = [
+        (key, shown(expected), default if config.get(key) is None else config[key], expected)
+        for key, (expected, default) in block.fixed.items()
+    ]
+    lacking = [Lack(key, text, shown(got)) for key, text, got, expected in settings if got != expected]
     return lacking + [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
 
 

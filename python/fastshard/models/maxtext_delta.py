@@ -36,21 +36,8 @@ SHARE = "partial_rotary_factor"
 LONGEST_CYCLE = 8
 #: Settings in a yml of such a block, besides sizes, the cycle and the rotary embedding.
 SETTINGS: dict[str, Any] = {"norm_topk_prob": True, "shared_experts": 1}
-#: Settings besides sizes that stay unchanged when a yml is made from another yml.
-KEPT = (
-    CYCLE,
-    SHARE,
-    "use_mrope",
-    "mrope_section",
-    "use_qk_norm_in_gdn",
-    "attention_bias",
-    "attention_sink",
-    "routed_bias",
-    "mlp_bias",
-    "mtp_num_layers",
-)
 #: Settings that these blocks support with one value only, and MaxText's default for each.
-_FIXED: dict[str, tuple[Any, Any]] = {
+FIXED: dict[str, tuple[Any, Any]] = {
     "use_qk_norm_in_gdn": (True, True),
     "attention_bias": (False, False),
     "attention_sink": (False, False),
@@ -58,6 +45,8 @@ _FIXED: dict[str, tuple[Any, Any]] = {
     "mlp_bias": (False, False),
     "mtp_num_layers": (0, 0),
 }
+#: Settings besides sizes that stay unchanged when a yml is made from another yml.
+KEPT = (CYCLE, SHARE, "use_mrope", "mrope_section", *FIXED)
 
 
 def read_rope(config: Mapping[str, Any], base: float | None) -> tuple[Rope, list[Lack]]:
@@ -91,15 +80,6 @@ def list_blocks(experts: Experts | None, evidence: Evidence, grouped: bool) -> t
     block = Block(attention, replace(experts, shared=True, shared_gate=True))
     delta = evidence.sets["delta"][1] if "delta" in evidence.sets else ()
     return change_layers([block], delta, evidence.axes.get("L", 0), take_delta_net)
-
-
-def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
-    """List features of a yml that no other framework computes."""
-    return [
-        Lack(key, shown(expected), shown(got))
-        for key, (expected, default) in _FIXED.items()
-        if (got := default if config.get(key) is None else config[key]) != expected
-    ]
 
 
 def read_cycle(config: Mapping[str, Any]) -> int | None:

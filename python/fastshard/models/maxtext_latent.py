@@ -36,7 +36,7 @@ _ROUTING = ("routed_scaling_factor", "n_routing_groups", "topk_routing_group")
 #: Settings besides sizes that stay unchanged when a yml is made from another yml.
 KEPT = ("rope_type", *_YARN, "rope_attention_scaling", "rope_pairwise", *_ROUTING, "model_name")
 #: Settings that these blocks support with one value only, and MaxText's default for each.
-_FIXED: dict[str, tuple[Any, Any]] = {
+FIXED: dict[str, tuple[Any, Any]] = {
     "routed_score_func": ("sigmoid", ""),
     "routed_bias": (True, False),
     "attention_type": ("mla", "global"),
@@ -141,15 +141,6 @@ def read_experts(config: Mapping[str, Any], best: int) -> Experts:
         scale=positive_number(config, "routed_scaling_factor", 1.0),
         shared=True,
     )
-
-
-def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
-    """List features of a yml that no other framework computes."""
-    return [
-        Lack(key, shown(expected), shown(got))
-        for key, (expected, default) in _FIXED.items()
-        if (got := default if config.get(key) is None else config[key]) != expected
-    ]
 
 
 def list_lacks(model: Model) -> list[Lack]:

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 }
 #: Settings that these blocks support with one value only, and MaxText's default for each. Names show the
 #: cycle.
-_FIXED: dict[str, tuple[Any, Any]] = {
+FIXED: dict[str, tuple[Any, Any]] = {
     "attention_bias": (True, False),
     "attention_sink": (True, False),
     "mlp_activations_limit": (7.0, -1.0),
@@ -82,15 +82,6 @@ def list_blocks(
     )
     count = evidence.axes.get("L", 0)
     return change_layers([block], range(0, count, 2), count, take_window(window))
-
-
-def list_lacks_of_yml(config: Mapping[str, Any]) -> list[Lack]:
-    """List features of a yml that no other framework computes."""
-    return [
-        Lack(key, shown(expected), shown(got))
-        for key, (expected, default) in _FIXED.items()
-        if (got := default if config.get(key) is None else config[key]) != expected
-    ]
 
 
 def list_lacks(model: Model) -> list[Lack]:

@@ -79,7 +79,10 @@ def describe(
     if tree.factors and not shapes:
         source.model = Description(config=config, no_table=f"{tree.factors[0]} is a factor of an adapter")
         return
-    family = _family(source, shapes, stacked, tree, config or {})
+    length, misfit = _find_cycle_length(shapes, config or {})
+    # Where nothing shows the cycle, all layers stand for one: names do not depend on it.
+    cycle_length = length or _count_numbers(shapes)
+    family = _family(source, shapes, stacked, tree, config or {}, cycle_length)
     if family is None:
         source.model = Description(config=config)
         return
@@ -98,10 +101,10 @@ def describe(
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
     layout = source.binding.layout
-    length, misfit = _find_cycle_length(shapes, config or {})
     if maxtext.is_delta(family) and length is None:
-        length, misfit = _report_unknown_cycle(shapes)
-    cycle = maxtext.find_cycle(family, length)
+        # The last layer of each cycle has attention, so a checkpoint without any has lost it.
+        misfit = unstated(maxtext_delta.CYCLE, "", "no layer has attention, and it is not stated")
+    cycle = maxtext.find_cycle(family, cycle_length)
     if cycle is not None and misfit:
         source.findings.append(misfit)
     axis, unclear = (
@@ -185,15 +188,19 @@ def _find_obstacle(tree: NnxNames) -> FastshardError | None:
 
 
 def _family(
-    source: Source, shapes: Mapping[str, Any], stacked: bool, tree: NnxNames, config: dict[str, Any]
+    source: Source,
+    shapes: Mapping[str, Any],
+    stacked: bool,
+    tree: NnxNames,
+    config: dict[str, Any],
+    cycle_length: int,
 ) -> str | None:
     strange: dict[str, list[str]] = {}
-    length = _find_cycle_length(shapes, config)[0] or _report_unknown_cycle(shapes)[0]
     # The tables have no sets for the places of longer cycles.
-    has_sets = not stacked or length <= maxtext_delta.LONGEST_CYCLE
+    has_sets = not stacked or cycle_length <= maxtext_delta.LONGEST_CYCLE
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
-        cycle = maxtext.find_cycle(family, length if has_sets else None)
+        cycle = maxtext.find_cycle(family, cycle_length if has_sets else None)
         table = _weights(f"maxtext.{family}", 0 if stacked else None, cycle)
         strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
@@ -368,14 +375,10 @@ def _find_cycle_length(
     return seen or stated, _contradiction(maxtext_delta.CYCLE, stated, got, "the config")
 
 
-def _report_unknown_cycle(shapes: Mapping[str, Any]) -> tuple[int, Finding]:
-    """Return the number of layers in place of a cycle that nothing shows, and the finding.
-
-    The last layer of each cycle has attention, so a checkpoint without any has lost it.
-    """
+def _count_numbers(shapes: Mapping[str, Any]) -> int:
+    """Return how many layers, or places of a stack in a cycle, the names number."""
     numbers = [int(match[2]) for name in shapes if (match := _OF_CYCLE.match(name))]
-    finding = unstated(maxtext_delta.CYCLE, "", "no layer has attention, and it is not stated")
-    return max(numbers, default=0) + 1, finding
+    return max(numbers, default=0) + 1
 
 
 def _declare_cycle(
