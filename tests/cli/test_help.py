@@ -193,8 +193,8 @@ def test_help_about_a_path_is_a_command(tmp_path: Path, monkeypatch: pytest.Monk
     assert help_of("verify", "modle") == "check the path; did you mean model?"
     assert help_of("verify", "model", "--config", "nope.json").startswith("check the path")
     assert help_of("verify", "org/m").endswith("fastshard inspect hf://org/m")
-    assert help_of("steps", "hf://org/m") == "download it: hf download org/m --local-dir m"
-    assert help_of("steps", "s3://b/run").endswith("aws s3 sync s3://b/run run")
+    assert help_of("check-storage", "hf://org/m") == "download it: hf download org/m --local-dir m"
+    assert help_of("steps", "s3://b/run", "--follow").endswith("aws s3 sync s3://b/run run")
     assert help_of("plan", "model", "out").startswith("leave out out if you meant it as OUT")
     assert help_of("report", "model", "a.html").endswith("fastshard report model -o a.html")
     (tmp_path / "model/config.json").write_text("{,}")

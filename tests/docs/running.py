@@ -62,6 +62,9 @@ class Page:
             "REPO": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
+        if "PYTHONPATH" in os.environ:
+            # The blocks run the package that the tests run.
+            self.environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
         # For blocks that say so.
         self.launchers = folder / "launchers"
         self.launchers.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 from . import codes
 from .errors import FastshardError
@@ -16,11 +17,15 @@ __all__ = [
     "check_settings",
     "find_scheme",
     "is_address",
+    "make_download_command",
     "make_upload_command",
+    "make_write_command",
     "normalise_address",
     "refuse_address",
 ]
 
+#: Programs that copy a file from or to a store, by scheme.
+_COPY_PROGRAMS = {"s3": ["aws", "s3", "cp"], "gs": ["gcloud", "storage", "cp"]}
 _ADDRESS = compile_when_used(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -74,14 +79,43 @@ def check_settings(settings: object) -> dict[str, str]:
 
 def make_upload_command(source: str, address: str) -> str:
     """Return the command that copies a local file to an address."""
-    scheme, _, rest = address.partition("://")
+    scheme = address.partition("://")[0]
     if scheme == "hf":
-        names = rest.removeprefix("models/").split("/")
-        organisation, (name, _, revision), path = names[0], names[1].partition("@"), "/".join(names[2:])
+        repository, revision, name = _split_hub_address(address)
         chosen = ["--revision", revision] if revision else []
-        return shlex.join(["hf", "upload", f"{organisation}/{name}", source, path, *chosen])
-    program = {"s3": ["aws", "s3", "cp"], "gs": ["gcloud", "storage", "cp"]}.get(scheme, ["cp"])
-    return shlex.join([*program, source, address])
+        return shlex.join(["hf", "upload", repository, source, name, *chosen])
+    return shlex.join([*_COPY_PROGRAMS.get(scheme, ["cp"]), source, address])
+
+
+def _split_hub_address(address: str) -> tuple[str, str, str]:
+    """Split ``hf://ORG/NAME[@REVISION]/FILE`` into repository, revision (or an empty string) and file."""
+    names = address.partition("://")[2].removeprefix("models/").split("/")
+    name, _, revision = names[1].partition("@")
+    return f"{names[0]}/{name}", unquote(revision), "/".join(names[2:])
+
+
+def make_download_command(address: str, path: str) -> str:
+    """Return the command that copies a file of a store to a local path."""
+    scheme = address.partition("://")[0]
+    if scheme == "hf":
+        repository, revision, name = _split_hub_address(address)
+        chosen = ["--revision", revision] if revision else []
+        # It prints the path of the file in the hub's cache.
+        download = shlex.join(["hf", "download", repository, name, *chosen, "--quiet"])
+        return f'cp "$({download})" {shlex.quote(path)}'
+    if scheme in ("https", "http"):
+        return shlex.join(["curl", "--fail", "--location", address, "--output", path])
+    return shlex.join([*_COPY_PROGRAMS.get(scheme, ["cp"]), address, path])
+
+
+def make_write_command(text: str, address: str) -> str:
+    """Return the command that writes a text to a file of a store."""
+    scheme = address.partition("://")[0]
+    if scheme == "hf":
+        file = address.rpartition("/")[2]
+        write = f"printf %s {shlex.quote(text)} > {shlex.quote(file)}"
+        return f"{write} && {make_upload_command(file, address)}"
+    return f"printf %s {shlex.quote(text)} | {make_upload_command('-', address)}"
 
 
 def refuse_address(

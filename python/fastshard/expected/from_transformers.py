@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import codes, json_text, safe_files
-from ..common.addresses import check_local
+from ..common.addresses import check_settings, is_address
 from ..common.config_text import shown
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
@@ -59,7 +59,12 @@ _NO_SHAPE = {
 
 
 def expected_tensors(
-    path: StrPath, *, timeout: float = TIMEOUT, memory: int = MEMORY, cache: bool = True
+    path: StrPath,
+    *,
+    timeout: float = TIMEOUT,
+    memory: int = MEMORY,
+    cache: bool = True,
+    storage_options: Mapping[str, str] | None = None,
 ) -> ExpectedTensors:
     """Lists the tensors that a config.json promises according to the installed transformers.
 
@@ -68,17 +73,21 @@ def expected_tensors(
     (``$XDG_CACHE_HOME/fastshard``).
 
     Args:
-        path: a config.json, or a directory that has one.
+        path: a config.json, or a directory that has one, or the address of one in a store.
         timeout: limit on CPU time in seconds; the limit on elapsed time is ten times as long.
         memory: limit in bytes on the private memory of the process.
         cache: False to disable reading and storing the list.
+        storage_options: settings of the store that an address names, as for :func:`fastshard.open`.
 
     Raises:
         FastshardError: ``FS501`` if the config is missing, ``FS211`` if it is not the config of a model,
             ``FS514`` if transformers is not installed, does not know the model, or cannot build it within
             these limits.
     """
-    check_local(path)
+    if is_address(path):
+        from ..stores.placeholders import find_local_paths
+
+        (path,), _ = find_local_paths([path], check_settings(storage_options))
     at = Path(path)
     file = at if not at.is_dir() else Folder.named(at).file("config.json")
     if file is None or not file.exists():

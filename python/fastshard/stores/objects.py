@@ -231,6 +231,9 @@ class ObjectStore:
             short = re.sub(r"^(aws|google)_", "", name.lower())
             if short in CLIENT_OPTIONS:
                 client[short] = value
+            elif short in ("bucket", "bucket_name") and value == self._at.bucket:
+                # The settings of a store of obstore name it too.
+                continue
             elif self._at.is_web or short in ("bucket", "bucket_name"):
                 raise _error(
                     codes.USAGE,

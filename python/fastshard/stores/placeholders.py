@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
@@ -24,7 +24,7 @@ from ..common.addresses import find_scheme, normalise_address
 from ..common.errors import FastshardError, Finding
 from ..common.log import log
 from ..common.options import StrPath
-from ..common.records import dataclass
+from ..common.records import dataclass, field, replace
 from ..common.stored_places import record_place
 from . import registry
 from .claims import CLAIM, MOST_BYTES, OWN_FOLDER, Claim, find_claim, is_own
@@ -37,11 +37,15 @@ __all__ = [
     "describe_roots",
     "find_local_paths",
     "note_unseen",
+    "open_root",
+    "read_pieces",
 ]
 
 #: Maximum number of bytes of one file that wait to be hashed, and the divisor of a memory limit for them.
 _HASH_ROOM = 32 << 20
 _HASH_PART = 32
+#: Maximum number of bytes of one request for a file that is read from begin to end.
+_PIECE = 8 << 20
 #: Schemes of stores whose folders cannot be listed.
 _WITHOUT_FOLDERS = ("https", "http")
 #: Number of an address's last names that placeholder folders repeat, and maximum length of a name on Linux.
@@ -62,6 +66,8 @@ class StoredRoot:
     folder: _core.StoreFolder
     #: The file that the address names, if the store does not list the files next to it.
     unseen: str | None = None
+    #: An error for each result in it that a run has not published yet, by its prefix: ``""``, ``step-500/``.
+    unfinished: Mapping[str, FastshardError] = field(default_factory=dict)
 
 
 #: Roots that this process opened, by address and state.
@@ -94,14 +100,48 @@ def find_local_paths(
     local: list[StrPath] = []
     roots: list[StoredRoot] = []
     for path in paths:
-        scheme = find_scheme(path)
-        if scheme is None:
+        if find_scheme(path) is None:
             local.append(path)
             continue
-        root = _open_root(scheme, normalise_address(path), options or {})
+        root = open_root(path, options)
+        for error in root.unfinished.values():
+            raise error
         local.append(root.path)
         roots.append(root)
     return local, roots
+
+
+def open_root(address: StrPath, options: Mapping[str, str] | None = None) -> StoredRoot:
+    """Make the placeholders of an address, which may hold results that are not published yet.
+
+    Args:
+        address: a folder or a file of a store.
+        options: settings of the store, under the names in its library.
+
+    Raises:
+        FastshardError: as :func:`find_local_paths`; ``FS508`` only if ``address`` is in an incomplete result.
+    """
+    scheme = find_scheme(address)
+    assert scheme is not None, "a local path"
+    return _open_root(scheme, normalise_address(address), options or {})
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """Read a file of a store from its begin to its end, and keep nothing of it.
+
+    Args:
+        path: the file's placeholder.
+
+    Raises:
+        FastshardError: as :meth:`fastshard.stores.store.Store.read_into`; ``FS506`` if the file has changed.
+    """
+    with _lock:
+        roots = [(root, root.path.parent if root.path.is_file() else root.path) for root in _opened]
+    root, folder = next((root, folder) for root, folder in roots if path.is_relative_to(folder))
+    name = path.relative_to(folder).as_posix()
+    file = next(file for file in root.files if file.path == name)
+    for offset in range(0, file.size, _PIECE):
+        yield read_range(root.store, file, offset, min(_PIECE, file.size - offset))
 
 
 def note_unseen(roots: Iterable[StoredRoot]) -> list[Finding]:
@@ -136,7 +176,8 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
     """Return the placeholders of a root, and create them if there are none for its current files."""
     _refuse_unfinished_above(scheme, address, options)
     store = registry.open_store(scheme, address, options)
-    files, single, shown = _leave_out_records(store, store.list_files()), None, store.address
+    listed, single, shown = store.list_files(), None, store.address
+    files, unfinished = _leave_out_records(listed), _find_unfinished(store, listed)
     folder, _, name = shown.rstrip("/").rpartition("/")
     if len(files) == 1 and files[0].path == unquote(name):
         beside = _list_beside(scheme, folder, options)
@@ -147,8 +188,8 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
     with _lock:
         known = _roots.get(shown)
         if known is not None and known.files == files and known.store.revision == store.revision:
-            return known
-        root = _make_root(store, files, shown, single)
+            return replace(known, unfinished=unfinished)
+        root = replace(_make_root(store, files, shown, single), unfinished=unfinished)
         if known is not None:
             known.folder.forget()
         _roots[shown] = root
@@ -157,21 +198,26 @@ def _open_root(scheme: str, address: str, options: Mapping[str, str]) -> StoredR
     return root
 
 
-def _leave_out_records(store: Store, files: list[StoredFile]) -> tuple[StoredFile, ...]:
-    """Omit the records of runs that published their results here.
+def _leave_out_records(files: list[StoredFile]) -> tuple[StoredFile, ...]:
+    """Omit the records of runs that published their results here."""
+    return tuple(file for file in files if not is_own(file.path) and f"/{OWN_FOLDER}" not in file.path)
 
-    Raises:
-        FastshardError: ``FS508`` if a run has not published its result yet, here or in a subfolder.
-    """
-    paths = {file.path for file in files}
+
+def _find_unfinished(store: Store, files: list[StoredFile]) -> dict[str, FastshardError]:
+    """Return ``FS508`` for each prefix with a result that a run has not published yet."""
+    paths, unfinished = {file.path for file in files}, {}
     for file in files:
         if file.path == CLAIM or file.path.endswith(f"/{CLAIM}"):
             prefix, about = file.path.removesuffix(CLAIM), f"{store.address}/{file.path}"
             content = b"" if file.size > MOST_BYTES else read_range(store, file, 0, file.size)
-            claim = Claim.parse(content, about)
+            try:
+                claim = Claim.parse(content, about)
+            except FastshardError as error:
+                unfinished[prefix] = error
+                continue
             if prefix + claim.last not in paths:
-                raise _unfinished(f"{store.address}/{prefix}".rstrip("/"), claim)
-    return tuple(file for file in files if not is_own(file.path) and f"/{OWN_FOLDER}" not in file.path)
+                unfinished[prefix] = _unfinished(f"{store.address}/{prefix}".rstrip("/"), claim)
+    return unfinished
 
 
 def _refuse_unfinished_above(scheme: str, address: str, options: Mapping[str, str]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, read
 from ..common import codes, json_text, memory_budget, safe_files
-from ..common.addresses import check_local
+from ..common.addresses import check_settings, is_address
 from ..common.errors import FastshardError
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.thread_counts import thread_count
 from ..common.thread_pools import stoppable_pool
+from .file_pieces import read_pieces
 from .verify import verify as verify_checkpoint
 
 __all__ = ["PREDICATE", "STATEMENT_NAME", "attest"]
@@ -25,8 +27,6 @@ STATEMENT_NAME = "fastshard.intoto.json"
 #: Type of the statement's predicate about its subjects. See FORMAT.md.
 PREDICATE = "https://github.com/fastshard/fastshard/attestation/v1"
 _STATEMENT = "https://in-toto.io/Statement/v1"
-#: Bytes read at a time.
-_CHUNK = 1 << 20
 
 
 @memory_budget.kept
@@ -38,6 +38,7 @@ def attest(
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
+    storage_options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Makes an in-toto statement (v1) about a result and its manifest, and writes it.
 
@@ -47,12 +48,14 @@ def attest(
     your own key.
 
     Args:
-        path: a result of fastshard, or a folder with the manifest of :func:`fastshard.manifest`.
-        out: file to write; default ``fastshard.intoto.json`` in ``path``.
+        path: a result of fastshard, or a folder with the manifest of :func:`fastshard.manifest`; or the
+            address of one in a store.
+        out: file to write; default ``fastshard.intoto.json`` in ``path``. An address needs it.
         verify: first compare everything with the manifest; otherwise the statement repeats the manifest.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
+        storage_options: settings of the store that an address names, as for :func:`fastshard.open`.
 
     Returns:
         The statement, as plain data.
@@ -61,7 +64,17 @@ def attest(
         FastshardError: ``FS518`` without a manifest; the findings of :func:`fastshard.verify`; ``FS506`` for
             a file that changes meanwhile; ``FS504`` if ``out`` exists and is not a statement.
     """
-    check_local(path)
+    if is_address(path):
+        from ..stores.placeholders import find_local_paths
+
+        if out is None:
+            raise FastshardError.of(
+                codes.USAGE,
+                "the statement about a checkpoint in a store needs a path on this machine",
+                file=os.fspath(path),
+                help=f"pass -o {STATEMENT_NAME}, and upload the file yourself",
+            )
+        (path,), _ = find_local_paths([path], check_settings(storage_options))
     root = Path(path)
     if not safe_files.is_file(root / MANIFEST_NAME):
         raise FastshardError.of(
@@ -163,10 +176,11 @@ def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str
         def read(path: Path) -> str:
             nonlocal done
             hasher = hashlib.sha256()
-            with safe_files.opened(path) as descriptor:
-                while not is_stopped.is_set() and (chunk := os.read(descriptor, _CHUNK)):
-                    hasher.update(chunk)
-                    done += len(chunk)
+            for piece in read_pieces(path):
+                if is_stopped.is_set():
+                    break
+                hasher.update(piece)
+                done += len(piece)
             return hasher.hexdigest()
 
         largest_first = sorted(files, key=lambda name: -files[name].stat().st_size)

@@ -17,7 +17,12 @@ from ..checkpoint.inspection import inspect
 from ..checkpoint.manifests import expected_by, find_manifest, read, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import codes, memory_budget, safe_files
-from ..common.addresses import make_upload_command
+from ..common.addresses import (
+    check_settings,
+    is_address,
+    make_download_command,
+    make_upload_command,
+)
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted, natural, printable, some, without_numbers
 from ..common.listing import READABLE_ALONE, is_utf8
@@ -28,6 +33,7 @@ from ..common.stored_places import is_stored, show_text
 from ..common.thread_counts import thread_count
 from ..models import tensor_words
 from ..sources.step_names import is_step
+from .file_pieces import read_pieces
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,7 +111,8 @@ def find(
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths; a file goes to the first path.
-        within: folders to search, with all folders below them. Links to folders are not followed.
+        within: folders to search, with all folders below them, or their addresses in stores. Links to folders
+            are not followed.
         expect: a manifest with the sizes and hashes of the files; default the one next to the checkpoint.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
@@ -113,7 +120,8 @@ def find(
     Raises:
         FastshardError: if there is no checkpoint at the path, or no folder at one of ``within``.
     """
-    folders = [safe_files.check_folder(folder) for folder in within]
+    settings = check_settings(opening.get("storage_options"))
+    folders = [_find_folder(folder, settings) for folder in within]
     expected = expected_by(expect)
     roots, findings = _read_findings(source, expected.opening(dict(opening)), expected.manifest)
     manifest = expected.manifest or find_manifest(roots)
@@ -129,6 +137,20 @@ def find(
     )
     lost = [_not_found(file) for file in files if file.command is None]
     return FileSearch(files, (*lost, *others, *unreadable))
+
+
+def _find_folder(folder: StrPath, settings: Mapping[str, str]) -> Path:
+    """Return the local path of a folder; for an address, the path of its placeholders.
+
+    Raises:
+        FastshardError: if there is no such folder.
+    """
+    if not is_address(folder):
+        return safe_files.check_folder(folder)
+    from ..stores.placeholders import open_root
+
+    # A file of an upload that has not finished is complete, and may be the missing one.
+    return safe_files.check_folder(open_root(folder, settings).path)
 
 
 def _read_findings(
@@ -234,7 +256,7 @@ class _Candidates:
         """Return True if a file has the hash of an entry; None if the entry has none that can be computed."""
         try:
             if isinstance(entry.get("blake3"), str):
-                return safe_files.digest(path) == str(entry["blake3"])
+                return _hash(path) == str(entry["blake3"])
             if not isinstance(entry.get("identity"), str) or not path.name.endswith(READABLE_ALONE):
                 return None
             catalog = self._open(path)
@@ -280,7 +302,7 @@ def _locate(
     """Choose the candidate that matches a missing file, and make the command that copies it."""
     root = next((root for root in roots if (root / name).parent.is_dir()), roots[0])
     path = Path(os.path.abspath(root / name))  # noqa: PTH100 - links stay
-    place = MissingFile(name, os.fspath(path))
+    place = MissingFile(name, show_text(os.fspath(path)))
     if why := _refuse_place(name, path, root):
         return MissingFile(name, place.path, reason=why)
     fitting, rejected = [], []
@@ -291,19 +313,36 @@ def _locate(
         except FastshardError as error:
             why, has_hash = error.findings[0].message, False
         if why is None and has_hash:
-            return _bring(place, candidate, _BY_HASH)
+            return _bring(place, path, candidate, _BY_HASH)
         if why is None:
             fitting.append(candidate)
         else:
-            rejected.append(f"{candidate}: {why}")
+            rejected.append(show_text(f"{candidate}: {why}"))
     if not fitting:
         reason = some(rejected, _MOST_NAMED) if rejected else "no file with this name is in the directories"
         return MissingFile(name, place.path, reason=reason)
-    if differing := [other for other in fitting[1:] if not safe_files.same(fitting[0], other)]:
-        several = (os.fspath(fitting[0]), *map(os.fspath, differing))
+    if differing := [other for other in fitting[1:] if not _is_same(fitting[0], other)]:
+        several = tuple(show_text(os.fspath(one)) for one in (fitting[0], *differing))
         reason = f"{len(several)} files match, and their contents differ: {some(several, _MOST_NAMED)}"
         return MissingFile(name, place.path, candidates=several, reason=reason)
-    return _bring(place, fitting[0], _BY_SIZE if "size" in entry else _BY_NAME)
+    return _bring(place, path, fitting[0], _BY_SIZE if "size" in entry else _BY_NAME)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return True if two files have the same bytes, wherever they are."""
+    if not is_stored(one) and not is_stored(other):
+        return safe_files.same(one, other)
+    return one.stat().st_size == other.stat().st_size and _hash(one) == _hash(other)
+
+
+def _hash(path: Path) -> str:
+    """Compute the BLAKE3 digest of a file, wherever it is."""
+    if not is_stored(path):
+        return safe_files.digest(path)
+    hasher = _core.Hasher()
+    for piece in read_pieces(path):
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def _check(
@@ -363,17 +402,20 @@ def _refuse_place(name: str, path: Path, root: Path) -> str | None:
     )
 
 
-def _bring(place: MissingFile, source: Path, evidence: str) -> MissingFile:
-    """Make the command that copies a file to its destination."""
-    folder = Path(place.path).parent
+def _bring(place: MissingFile, path: Path, source: Path, evidence: str) -> MissingFile:
+    """Make the command that copies a file to its destination, ``path``."""
+    found, folder = show_text(os.fspath(source)), path.parent
     if is_stored(folder):
-        address = show_text(place.path)
-        command = make_upload_command(os.fspath(source), address)
-        return MissingFile(place.name, address, os.fspath(source), evidence, command)
-    command = shlex.join(["cp", "-p", os.fspath(source), place.path])
-    if not folder.is_dir():
-        command = f"{shlex.join(['mkdir', '-p', os.fspath(folder)])} && {command}"
-    return MissingFile(place.name, place.path, os.fspath(source), evidence, command)
+        command = make_upload_command(found, place.path)
+    else:
+        command = (
+            make_download_command(found, place.path)
+            if is_stored(source)
+            else shlex.join(["cp", "-p", found, place.path])
+        )
+        if not folder.is_dir():
+            command = f"{shlex.join(['mkdir', '-p', os.fspath(folder)])} && {command}"
+    return MissingFile(place.name, place.path, found, evidence, command)
 
 
 def _not_found(file: MissingFile) -> Finding:

@@ -16,6 +16,7 @@ from ..checkpoint.open_checkpoint import as_checkpoint
 from ..checkpoint.planning import make_plan
 from ..checkpoint.tensor_rows import rows_of
 from ..common import codes
+from ..common.addresses import check_local
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted, printable, some
 from ..common.options import OpenOptions, StrPath
@@ -139,8 +140,9 @@ class RunFollower:
         """Read the steps that exist.
 
         Raises:
-            FastshardError: if there is no such folder.
+            FastshardError: if there is no such folder; ``FS514`` for the address of a store.
         """
+        check_local(run)
         self._run, self._rest, self._clock, self._opening = Path(run), rest, clock, opening
         self._verify, self._state, self._memory = verify, state, memory
         self._pending: dict[str, _Pending] = {}

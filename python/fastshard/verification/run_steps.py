@@ -5,18 +5,20 @@ from __future__ import annotations
 import datetime
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.inspection import inspect
 from ..common import codes, memory_budget, safe_files
+from ..common.addresses import check_settings, is_address
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, exit_code
 from ..common.formatting import counted, some
 from ..common.listing import refuse_unprintable
 from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
+from ..common.stored_places import show_text
 from ..sources.choose_step import SeveralModels
 from ..sources.step_names import alike, is_step, matching, number, numbers_of, plain
 from ..sources.step_trackers import folders_in
@@ -146,7 +148,7 @@ def steps(
     ``step-500``, ``500``): in ``run``, or in one of its folders. The function changes nothing.
 
     Args:
-        run: folder of a run.
+        run: folder of a run, or its address in a store, e.g. ``s3://bucket/run``.
         verify: read all data of each step, as :func:`fastshard.verify` does.
         state: with ``verify``, a folder outside of the run for manifests of verified steps. A step whose
             files have not changed since is not read again; otherwise it is compared with its manifest.
@@ -156,16 +158,17 @@ def steps(
     Raises:
         FastshardError: if the folder has no steps.
     """
-    folder = find_steps_folder(run)
+    local, unfinished = _find_local_path(run, opening)
+    folder = find_steps_folder(local)
     trackers = read_trackers(folder)
     steps = [
-        judge_step(folder / name, verify=verify, state=state, memory=memory, **opening)
+        _judge(folder / name, unfinished, verify, state, memory, opening)
         for name in find_step_names(folder, trackers)
     ]
     steps = [step for step in steps if not is_other_folder(step)]
     if not steps:
         raise _no_steps(folder)
-    return refresh_trackers(RunSteps(os.fspath(folder), tuple(steps), trackers))
+    return _match_steps(RunSteps(show_text(os.fspath(folder)), tuple(steps), trackers))
 
 
 def judge_step(
@@ -179,17 +182,50 @@ def judge_step(
     """Checks one step of a run by its headers.
 
     Args:
-        path: folder of the step.
+        path: folder of the step, or its address in a store.
         verify: read all data of the step, as :func:`fastshard.verify` does.
         state: as for :func:`fastshard.steps`.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
     """
-    path = Path(path)
+    local, unfinished = _find_local_path(path, opening)
+    return _judge(local, unfinished, verify, state, memory, opening)
+
+
+def _find_local_path(path: StrPath, opening: OpenOptions) -> tuple[Path, dict[Path, FastshardError]]:
+    """Return the local path of a folder, and an error for each folder whose upload has not finished.
+
+    An address is replaced by the path of its placeholders.
+    """
+    if not is_address(path):
+        return Path(path), {}
+    from ..stores.placeholders import open_root
+
+    root = open_root(path, check_settings(opening.get("storage_options")))
+    return root.path, {root.path / prefix: error for prefix, error in root.unfinished.items()}
+
+
+def _judge(
+    path: Path,
+    unfinished: Mapping[Path, FastshardError],
+    verify: bool,
+    state: StrPath | None,
+    memory: str | int | None,
+    opening: OpenOptions,
+) -> RunStep:
+    """Check one step; ``unfinished`` has an error for each folder whose upload has not finished."""
     verified = _open_state(path.parent, verify, state)
     states = read_file_states(path)
     is_verified = False
-    if plain(path.name) != path.name:
+    uploads = [error for folder, error in unfinished.items() if folder.is_relative_to(path)]
+    if uploads:
+        found = uploads[0].findings[0]
+        findings = [
+            Finding.of(
+                codes.UNCOMMITTED, found.message, file=path.name, expected=found.expected, help=found.help
+            )
+        ]
+    elif plain(path.name) != path.name:
         findings = [
             Finding.of(
                 codes.UNCOMMITTED, "its name shows that the save is not finished", file=path.name, help=_WAIT
@@ -201,7 +237,7 @@ def judge_step(
         findings, is_verified = _read_findings(path, states, verify, verified, memory, opening)
     return RunStep(
         name=path.name,
-        path=os.fspath(path),
+        path=show_text(os.fspath(path)),
         verdict=_word(findings),
         findings=tuple(findings),
         files=len(states),
@@ -275,13 +311,19 @@ def is_other_folder(step: RunStep) -> bool:
 
 def refresh_trackers(steps: RunSteps) -> RunSteps:
     """Read the tracker files again, and keep the verdicts on the steps."""
-    trackers = read_trackers(Path(steps.folder))
+    return _match_steps(replace(steps, trackers=read_trackers(Path(steps.folder))))
+
+
+def _match_steps(steps: RunSteps) -> RunSteps:
+    """Add to each step the tracker files that name it, and warn of files that name no complete step."""
+    trackers = steps.trackers
     named = match_trackers([step.name for step in steps.steps], trackers)
     refreshed = [
         replace(step, trackers=tuple(file for file, name in named.items() if name == step.name))
         for step in steps.steps
     ]
-    warnings = tuple(_check_trackers(refreshed, trackers, named))
+    can_fix = not is_address(steps.folder)
+    warnings = tuple(_check_trackers(refreshed, trackers, named, can_fix))
     return RunSteps(steps.folder, tuple(refreshed), trackers, warnings)
 
 
@@ -386,9 +428,12 @@ def match_trackers(names: Iterable[str], trackers: dict[str, str]) -> dict[str, 
 
 
 def _check_trackers(
-    steps: Iterable[RunStep], trackers: dict[str, str], named: dict[str, str]
+    steps: Iterable[RunStep], trackers: dict[str, str], named: dict[str, str], can_fix: bool
 ) -> Iterable[Finding]:
-    """Warn of tracker files that name no step or an incomplete one."""
+    """Warn of tracker files that name no step or an incomplete one.
+
+    With ``can_fix``, the warning proposes the option that writes them.
+    """
     by_name = {step.name: step for step in steps}
     newest = next((step.name for step in reversed(list(steps)) if step.complete), None)
     for file, text in trackers.items():
@@ -407,7 +452,7 @@ def _check_trackers(
             help="restore the step that it names"
             if newest is None
             else "point the tracker file at the complete step",
-            run=[] if newest is None else ["--fix-tracker"],
+            run=["--fix-tracker"] if newest is not None and can_fix else [],
         )
 
 
@@ -419,7 +464,10 @@ def list_newest_findings(steps: RunSteps) -> list[Finding]:
     for finding in newest.findings:
         if finding.severity != "error":
             continue
-        files = [f if os.path.isabs(f) or f == newest.name else prefix + f for f in finding.files]  # noqa: PTH117
+        files = [
+            f if os.path.isabs(f) or is_address(f) or f == newest.name else prefix + f  # noqa: PTH117
+            for f in finding.files
+        ]
         if len(files) == 1:
             finding = finding.replace(file=files[0])
         findings.append(finding.replace(files=files) if len(files) > 1 else finding)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..common import codes, safe_files
+from ..common.addresses import is_address, make_write_command
 from ..common.config_text import shown
 from ..common.errors import FastshardError
 from ..common.records import dataclass
@@ -49,7 +50,7 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
 
     Raises:
         FastshardError: if there is no tracker file, if no step is complete, or if a tracker file has an
-            unknown form; then nothing is written.
+            unknown form; then nothing is written. ``FS514`` for a run in a store.
     """
     folder = Path(steps.folder)
     if not steps.trackers:
@@ -60,6 +61,8 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
             expected="latest or latest_checkpointed_iteration.txt",
             help="pass the step to the trainer by name; this run has no tracker file",
         )
+    if is_address(steps.folder):
+        raise _refuse_store(steps)
     changes = []
     for file, before in steps.trackers.items():
         path = folder / file
@@ -105,6 +108,18 @@ def _choose_text(file: str, before: str, steps: Iterable[RunStep]) -> str:
         file=file,
         got=shown(before),
         help="restore the missing files of a step; `fastshard find` searches for them",
+    )
+
+
+def _refuse_store(steps: RunSteps) -> FastshardError:
+    """Make the error for a run in a store, with a command that writes each tracker file."""
+    texts = {file: _choose_text(file, before, steps.steps) for file, before in steps.trackers.items()}
+    return FastshardError.of(
+        codes.UNSUPPORTED,
+        "fastshard does not write tracker files in stores",
+        file=steps.folder,
+        help="write the tracker file with the store's own tool",
+        run=[make_write_command(text, f"{steps.folder}/{file}") for file, text in texts.items()],
     )
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.manifests import is_manifest
 from ..common import codes, json_text, safe_files
+from ..common.addresses import check_local
 from ..common.errors import FastshardError
 from ..common.options import StrPath
+from ..common.stored_places import is_stored, show_text
 from .inventory import manifest
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FileStates", "VerifiedSteps", "read_file_states"]
 
 #: Size, mtime and ctime (in nanoseconds) of the files below a folder. The mtime can be set back; the ctime
-#: cannot.
+#: cannot. A file of a store has no ctime; its mtime has digits of the identity that the store gives it.
 FileStates = dict[str, tuple[int, int, int]]
 
 _FORMAT = "fastshard.step-files"
@@ -28,6 +30,7 @@ _FORMAT = "fastshard.step-files"
 def read_file_states(folder: Path) -> FileStates:
     """Read sizes and times of the regular files below a folder, without following links to folders."""
     states: FileStates = {}
+    is_in_store = is_stored(folder)
     for top, subfolders, names in os.walk(folder):
         subfolders.sort()
         for name in sorted(names):
@@ -38,7 +41,8 @@ def read_file_states(folder: Path) -> FileStates:
                 continue
             if stat.S_ISREG(status.st_mode):
                 key = path.relative_to(folder).as_posix()
-                states[key] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                changed = 0 if is_in_store else status.st_ctime_ns
+                states[key] = (status.st_size, status.st_mtime_ns, changed)
     return states
 
 
@@ -49,8 +53,10 @@ class VerifiedSteps:
         """Make the folder if it is missing.
 
         Raises:
-            FastshardError: ``FS515`` for a folder within the run, which is never written to.
+            FastshardError: ``FS515`` for a folder within the run, which is never written to; ``FS514`` for
+                the address of a store.
         """
+        check_local(folder)
         self._folder = Path(folder)
         if not os.fspath(folder) or Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run)):
             raise FastshardError.of(
@@ -100,7 +106,7 @@ class VerifiedSteps:
             options: dict[str, Any] = {name: value for name, value in opening.items() if name != "like"}
             manifest(step, self._manifest(step), memory=memory, **options)
         if read_file_states(step) == states:
-            document = {"format": _FORMAT, "version": 1, "step": os.path.realpath(step), "files": states}
+            document = {"format": _FORMAT, "version": 1, "step": _identify(step), "files": states}
             safe_files.replace(self._states(step), json_text.indented_pieces(document))
 
     def _read(self, step: Path) -> dict[str, Any] | None:
@@ -111,12 +117,12 @@ class VerifiedSteps:
             document = safe_files.read_object(path, safe_files.MAX_INDEX)
         except FastshardError as error:
             raise _damaged(path, error.findings[0].message) from None
-        if document.get("format") != _FORMAT or document.get("step") != os.path.realpath(step):
+        if document.get("format") != _FORMAT or document.get("step") != _identify(step):
             raise FastshardError.of(
                 codes.USAGE,
                 "the state is from another run",
                 file=os.fspath(path),
-                expected=os.path.realpath(step),
+                expected=_identify(step),
                 got=str(document.get("step")),
                 help="choose another directory for this run with --state DIR",
             )
@@ -127,6 +133,11 @@ class VerifiedSteps:
 
     def _states(self, step: Path) -> Path:
         return self._folder / f"{step.name}.files.json"
+
+
+def _identify(step: Path) -> str:
+    """Return the address of a step in a store, or the real path of another one."""
+    return show_text(os.fspath(step)) if is_stored(step) else os.path.realpath(step)
 
 
 def _damaged(path: Path, why: str) -> FastshardError:
