@@ -119,6 +119,21 @@ def test_the_only_file_appears_last(bucket: type[BucketStore], source: Path, tmp
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "on-disk" / name).read_bytes()
 
 
+def test_the_marker_of_an_orbax_step_appears_last(
+    bucket: type[BucketStore], source: Path, tmp_path: Path
+) -> None:
+    """Orbax's readers of a bucket take a step for complete as soon as it has the marker."""
+    seen: list[str] = []
+    bucket.hook = staticmethod(
+        lambda what, path, done: seen.append(path) if done and what in ("put", "upload") else None
+    )
+    fastshard.convert(source, address_of(tmp_path / "out"), to="orbax")
+    item, step = [path for path in seen if path.endswith("/commit_success.txt")]
+    written = [path for path in seen if not path.startswith(".fastshard/")]
+    assert written[-3:] == [MANIFEST, item, step] and step.count("/") == item.count("/") - 1
+    assert fastshard.verify(tmp_path / "out").ok
+
+
 def test_an_occupied_prefix_is_refused_and_stays(
     bucket: type[BucketStore], source: Path, tmp_path: Path
 ) -> None:

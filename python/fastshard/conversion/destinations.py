@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -35,6 +35,9 @@ _MOST_AT_ONCE = 8
 #: Minimum bytes of a memory limit for a run, apart from uploads.
 _LEAST_REST = 24 << 20
 _NAME = "result"
+#: Name of the file by which Orbax knows a complete folder in a bucket.
+#: source: orbax/checkpoint/_src/path/atomicity.py
+_COMMIT_MARKER = "commit_success.txt"
 #: An address that `pathlib` has reduced to one slash.
 _CUT_ADDRESS = compile_when_used(r"(s3|gs|hf):/")
 
@@ -154,7 +157,7 @@ def open_destination(
     _refuse_inside(store.address, job)
     names, pointers = job.plan.core.written_names()
     names += [MANIFEST_NAME, *(name for name, _, _ in job.copies)]
-    last = next((name for name in reversed(pointers) if name in names), MANIFEST_NAME)
+    last = _choose_last(names, pointers)
     settings["publish"] = request.to_dict() | {
         "resume": False,
         "fsync": False,
@@ -186,6 +189,14 @@ def open_destination(
             _end_failed(error, prefix, store.address)
             raise
     prefix.findings += prefix.finish()
+
+
+def _choose_last(names: list[str], pointers: list[str]) -> str:
+    """Return the name from which readers start: Orbax's outermost marker, a pointer, or the manifest."""
+    markers = [name for name in names if PurePosixPath(name).name == _COMMIT_MARKER]
+    if markers:
+        return min(markers, key=lambda name: name.count("/"))
+    return next((name for name in reversed(pointers) if name in names), MANIFEST_NAME)
 
 
 @contextlib.contextmanager

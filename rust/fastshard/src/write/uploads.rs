@@ -1,6 +1,7 @@
 //! Uploads a result to a store: files while they are made, what goes along once it is complete, and last what makes it
 //! appear.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +22,9 @@ use crate::publish::{OutFile, Staging};
 const MADE_AT_ONCE: usize = 2;
 /// Complete files that are uploaded at a time; most are small.
 const COMPLETE_AT_ONCE: usize = 8;
+/// Name of the file by which Orbax knows a complete folder in a bucket.
+/// source: orbax/checkpoint/_src/path/atomicity.py
+const COMMIT_MARKER: &str = "commit_success.txt";
 
 /// The uploads of one run.
 #[derive(Debug)]
@@ -90,7 +94,7 @@ impl Uploads {
     }
 
     /// Stores all of the result in `staging` that is not stored yet, and makes it appear: the names in `last` in their order
-    /// after all others.
+    /// after all others, and then the markers of Orbax.
     ///
     /// # Errors
     /// What the store reports, or finds otherwise than it was put there; `FS510`.
@@ -111,6 +115,7 @@ impl Uploads {
             .map(|(_, file)| file.name.as_str())
             .collect();
         let is_made = |name: &str| made_names.contains(name);
+        let last: Vec<&str> = last.iter().copied().chain(list_markers(manifest)).collect();
         let last_names: BTreeSet<&str> = last.iter().copied().collect();
         let before_last: Vec<(&str, u64)> = manifest
             .files
@@ -125,13 +130,22 @@ impl Uploads {
         for name in last {
             if is_made(name) {
                 self.files.wait_until_stored(true, control)?;
-            } else if *name == MANIFEST_NAME || manifest.files.iter().any(|file| file.name == *name) {
+            } else if name == MANIFEST_NAME || manifest.files.iter().any(|file| file.name == name) {
                 // A name of a folder: what is in it is stored already.
                 self.destination.put_last(name, &staging.path().join(name))?;
             }
         }
         Ok(())
     }
+}
+
+/// Orbax's markers of complete folders, the outermost last.
+fn list_markers(manifest: &Manifest) -> Vec<&str> {
+    let names = manifest.files.iter().map(|file| file.name.as_str());
+    let mut markers: Vec<&str> =
+        names.filter(|name| name.rsplit('/').next() == Some(COMMIT_MARKER)).collect();
+    markers.sort_by_key(|name| Reverse(name.matches('/').count()));
+    markers
 }
 
 impl Drop for Uploads {
