@@ -48,11 +48,20 @@ def _meanings() -> dict[str, str]:
 _MEANINGS = _meanings()
 
 
+def _strip_annotated(annotation: str | griffe.Expr | None) -> str | griffe.Expr | None:
+    """Return the type of ``Annotated[TYPE, ...]``; other annotations as they are."""
+    if isinstance(annotation, griffe.ExprSubscript) and annotation.canonical_name == "Annotated":
+        inside = annotation.slice
+        return inside.elements[0] if isinstance(inside, griffe.ExprTuple) else inside
+    return annotation
+
+
 class Roles(griffe.Extension):
     """Rewrites each docstring before it is rendered."""
 
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
         """Called when it is read, before the options are handed to the functions that take them."""
+        attr.annotation = _strip_annotated(attr.annotation)
         if attr.docstring is None and attr.path.startswith("fastshard.common.options."):
             attr.docstring = griffe.Docstring(_MEANINGS.get(attr.name, ""), parent=attr)
 

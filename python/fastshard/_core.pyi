@@ -653,13 +653,16 @@ class Draft:
         """Extents of the axes."""
     def dtypes(self) -> dict[str, int]:
         """Bytes by dtype, of all ranks."""
+    def names(self) -> set[str]:
+        """Names of the tensors."""
     def tensors(
         self,
-    ) -> list[tuple[str, str, list[int], int, list[int], list[tuple[int, str, list[int]]] | None]]:
-        """Each tensor once: name, dtype, a rank's shape and bytes, shape of the whole, and how ranks cut it.
+    ) -> list[tuple[str, tuple[str, list[int], int, list[int], list[tuple[int, str, list[int]]] | None]]]:
+        """Each tensor once: its name, and a record that tensors share if they are alike.
 
-        A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None
-        where ranks do not hold equal shares of parts.
+        The record has dtype, a rank's shape and bytes, shape of the full tensor, and how ranks cut it. A cut
+        is (dimension, parallel dimension, extents of the parts that are each shared equally); None where
+        ranks do not hold equal shares of parts.
         """
     def full_tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return shape and dtype of each full tensor by its name; tensors that are alike share one record."""

@@ -228,5 +228,5 @@ def full_tensors(catalog: _core.Catalog, source: Source) -> dict[str, tuple[str,
     """Return dtype and shape of every full tensor of a source, by the model's own names."""
     drafted = draft_of(catalog, CoreRequest(source)).tensors()
     return {
-        source.names.own.get(name, name): (dtype, tuple(whole)) for name, dtype, _, _, whole, _ in drafted
+        source.names.own.get(name, name): (dtype, tuple(whole)) for name, (dtype, _, _, whole, _) in drafted
     }

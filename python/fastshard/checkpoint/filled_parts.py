@@ -267,7 +267,7 @@ def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], s
         inside = name.startswith(source.names.prefix) and not is_state(name)
         return name.removeprefix(source.names.prefix) if inside else None
 
-    tensors = {own(name): (dtype, list(whole)) for name, dtype, _, _, whole, _ in draft.tensors()}
+    tensors = {own(name): (dtype, list(whole)) for name, (dtype, _, _, whole, _) in draft.tensors()}
     lost = {own(name) for name in (*draft.lost(), *source.index.lost)}
     own_tensors = {name: kind for name, kind in tensors.items() if name is not None}
     return own_tensors, {name for name in lost if name is not None}

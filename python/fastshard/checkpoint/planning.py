@@ -98,14 +98,11 @@ class _Draft:
         if self.target is None and self.is_kept:
             return {}
         positions = {} if self.target is None else self.core.positions()
-
-        def position(name: str, axis: str) -> int | None:
-            return positions.get(name, {}).get(axis)
-
-        return {
-            name: Drafted(dtype, shape, size, whole, cuts, position(name, "L"), position(name, "E"))
-            for name, dtype, shape, size, whole, cuts in self.core.tensors()
-        }
+        tensors = {}
+        for name, (dtype, shape, size, whole, cuts) in self.core.tensors():
+            at = positions.get(name, {})
+            tensors[name] = Drafted(dtype, shape, size, whole, cuts, at.get("L"), at.get("E"))
+        return tensors
 
     @property
     def merged(self) -> Merged:
@@ -377,7 +374,7 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     is_whole = draft.target is None or (draft.target.keeps_names and draft.target.name == "hf")
     if draft.is_kept and is_whole and not changed:
         if draft.request.is_narrowed:
-            names = {name for name, *_ in draft.core.tensors()}
+            names = draft.core.names()
             records = {name: r for name, r in records.items() if not names.isdisjoint(r.parts or (name,))}
         # Each file has all of it: readers keep the list of the last one. source: transformers 5.24
         # quantizer_torchao.py
@@ -401,7 +398,7 @@ def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset
     if opened.reference is not None or not list_promised_parts(source, ()):
         return frozenset(), []
     names = {name for unit in source.files.units for name in opened.catalog.names(unit.file)}
-    names |= {name for name, *_ in core.tensors()}
+    names |= core.names()
     return frozenset(names), list_promised_parts(source, names)
 
 
@@ -413,7 +410,7 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         findings += quantised(draft.tensors, request.dtype, opened.quantised.method)
         findings += _kept_note(draft)
     if request.is_narrowed and draft.is_kept and opened.quantised.by_tensor:
-        taken_names = {source.names.own.get(name, name) for name, *_ in draft.core.tensors()}
+        taken_names = {source.names.own.get(name, name) for name in draft.core.names()}
         findings += torn(
             opened.quantised.by_tensor, {n.removeprefix(source.names.prefix) for n in taken_names}
         )

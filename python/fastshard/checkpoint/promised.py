@@ -325,7 +325,7 @@ def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Find
     if listed is None or request.to != "hf" or not are_in_memory(listed, own_names(opened, merged)):
         return []
     called = f"{listed.model_class} of transformers {listed.transformers}"
-    names = [name for name, *_ in merged.draft.tensors()]
+    names = sorted(merged.draft.names())
     return [_names_in_memory(called, listed, names, opened.source.model.config_file)]
 
 

@@ -84,7 +84,7 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
     if config is None or opened.source.model.is_part or is_tied not in (None, True):
         return []
     matrices = {
-        name: (shape, dtype) for name, dtype, _, _, shape, _ in merged.draft.tensors() if dtype in _WIDE
+        name: (shape, dtype) for name, (dtype, _, _, shape, _) in merged.draft.tensors() if dtype in _WIDE
     }
     heads = [name for name in matrices if _HEAD.fullmatch(name)]
     # Of several heads nothing says which one is tied.

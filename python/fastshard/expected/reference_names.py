@@ -52,7 +52,7 @@ class Side:
     @cached_property
     def tensors(self) -> dict[str, tuple[str, list[int]]]:
         """Dtype and full shape of each tensor, by its stored name."""
-        return {name: (kind, whole) for name, kind, _, _, whole, _ in self.draft.tensors()}
+        return {name: (kind, whole) for name, (kind, _, _, whole, _) in self.draft.tensors()}
 
     @property
     def own_names(self) -> set[str]:

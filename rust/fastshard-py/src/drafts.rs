@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::calls::compute;
-use crate::plain::{list, Given};
+use crate::plain::Given;
 use crate::plans::{with_files, Plan};
 use crate::rosters::{compared, Roster};
 use crate::{findings, raise};
@@ -34,8 +34,8 @@ const LISTING: Need = Need { halves: 3, per_tensor: 600 };
 
 /// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
 type Cut = (usize, String, Vec<u64>);
-/// An output of a draft: name, dtype, a rank's shape and bytes, the whole tensor's shape, and how ranks cut it.
-type Drafted<'a> = (&'a str, &'static str, &'a [u64], u64, &'a [u64], Option<Vec<Cut>>);
+/// What outputs of a draft share: dtype, a rank's shape and bytes, the full tensor's shape, and how ranks cut it.
+type Shared<'a> = (&'static str, &'a [u64], u64, &'a [u64], Option<Vec<Cut>>);
 
 /// A plan without places; placed once.
 #[pyclass(frozen, module = "fastshard._core")]
@@ -91,24 +91,36 @@ impl Draft {
         })
     }
 
-    /// Each tensor once, whatever the ranks that hold it.
+    /// Each tensor once, whatever the ranks that hold it. Tensors that are alike share shapes and cuts.
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.with(|draft| {
             self.room(draft, &LISTING)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
-            let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
-            let once = once.map(|one| {
+            let mut records: HashMap<_, Bound<'py, PyTuple>> = HashMap::new();
+            let tensors = PyList::empty(py);
+            for one in draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str())) {
                 let o = &one.output;
-                let cuts = one.cuts.as_ref().map(|cuts| {
-                    cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()
-                });
                 let whole = &one.whole.as_ref().unwrap_or(&o.shape)[..];
-                let drafted: Drafted =
-                    (&o.name, o.dtype.safetensors_name(), &o.shape, o.nbytes(), whole, cuts);
-                drafted
-            });
-            list(py, once)
+                let cuts = one.cuts.as_ref().map(Arc::as_ptr);
+                let record = match records.entry((o.dtype, &o.shape[..], whole, cuts)) {
+                    Entry::Occupied(record) => record.into_mut(),
+                    Entry::Vacant(place) => {
+                        let cuts: Option<Vec<Cut>> = one.cuts.as_ref().map(|cuts| {
+                            cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()
+                        });
+                        let shared: Shared = (o.dtype.safetensors_name(), &o.shape, o.nbytes(), whole, cuts);
+                        place.insert(shared.into_pyobject(py)?)
+                    }
+                };
+                tensors.append((o.name.as_str(), &*record))?;
+            }
+            Ok(tensors)
         })?
+    }
+
+    /// Names of the outputs, each once.
+    fn names(&self) -> PyResult<HashSet<String>> {
+        self.with(|draft| draft.outputs.iter().map(|one| one.output.name.to_string()).collect())
     }
 
     /// Shape and dtype of each full tensor, by its name. Tensors that are alike share one record.
@@ -136,7 +148,7 @@ impl Draft {
     fn positions(&self) -> PyResult<HashMap<String, BTreeMap<String, u64>>> {
         self.with(|draft| {
             let counted = draft.outputs.iter().filter(|one| !one.index.is_empty());
-            counted.map(|one| (one.output.name.to_string(), one.index.clone())).collect()
+            counted.map(|one| (one.output.name.to_string(), (*one.index).clone())).collect()
         })
     }
 

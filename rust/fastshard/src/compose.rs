@@ -9,6 +9,7 @@ mod index;
 mod wanted;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::codes;
 use crate::error::{Finding, Severity};
@@ -87,7 +88,7 @@ pub struct Target<'a> {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Drafted {
     /// Rank per parallel dimension of the target; empty if nothing is divided.
-    pub coords: BTreeMap<String, u64>,
+    pub coords: Arc<BTreeMap<String, u64>>,
     /// The output, as the rank holds it.
     pub output: Output,
     /// Shape of the full tensor, if it differs.
@@ -95,7 +96,7 @@ pub struct Drafted {
     /// The way in which ranks cut it; `None` if they do not hold equal shares.
     pub cuts: Option<Cuts>,
     /// Its position on each axis that its name counts.
-    pub index: BTreeMap<String, u64>,
+    pub index: Arc<BTreeMap<String, u64>>,
 }
 
 /// Outputs, and the findings of composing them.
@@ -248,7 +249,7 @@ impl TargetRanks<'_> {
         let mut lowering = Lowering::new(self.table, &self.local, self.sets);
         let mut lowered = Vec::with_capacity(wanted.len());
         for want in wanted {
-            let unit = Unit { coords: want.coords.clone(), ..Unit::default() };
+            let unit = Unit { coords: (*want.coords).clone(), ..Unit::default() };
             let entry = &self.table.entries[want.entry];
             match lowering.boxes(registry, want.entry, &want.index, &unit, self.extents) {
                 Ok(boxes) => lowered.push((want, boxes)),
@@ -334,11 +335,11 @@ impl TargetRanks<'_> {
         };
         let whole = whole.filter(|whole| *whole != output.shape);
         Drafted {
-            coords: want.coords.clone(),
+            coords: Arc::clone(&want.coords),
             output,
             whole: whole.map(Few::from),
             cuts,
-            index: want.index.clone(),
+            index: Arc::clone(&want.index),
         }
     }
 }

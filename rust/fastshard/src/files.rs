@@ -3,8 +3,11 @@
 mod prescribed;
 
 use std::cmp::Ordering;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -15,6 +18,7 @@ use crate::format::zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
 use crate::manifest::{is_listed, is_plain, MANIFEST_NAME, MAX_MANIFEST};
 use crate::plan::{Form, Metadata, OutFile, Output, Plan};
+use crate::tensor::Dtype;
 
 pub use prescribed::{place, ArraysSide, Constants, Content, FileSide, RecordSide};
 
@@ -32,7 +36,7 @@ const ARRAY: &str = ".zarray";
 const MANIFEST_ENTRY: u64 = 250;
 
 /// Outputs with their ranks.
-pub type Ranked = Vec<(BTreeMap<String, u64>, Output)>;
+pub type Ranked = Vec<(Arc<BTreeMap<String, u64>>, Output)>;
 
 /// Outputs in their files.
 #[derive(Debug, Default)]
@@ -69,12 +73,17 @@ fn laid_out(
         }
         return Ok(file);
     }
-    let (frame, offsets) = frame(&file, metadata, &outputs.iter().collect::<Vec<_>>())?;
+    let all: Vec<&Output> = outputs.iter().collect();
+    let (size, offsets) = match &file.form {
+        // Of records only their sizes matter here.
+        Form::Records(_) => measure_records(&record_frames(&file, &all)?),
+        _ => frame(&file, metadata, &all).map(|(frame, offsets)| (frame.size, offsets))?,
+    };
     for (output, offset) in outputs.iter_mut().zip(&offsets) {
         (output.file, output.offset) = (index, *offset);
     }
-    file.size = frame.size;
-    file.header_len = offsets.first().copied().unwrap_or(frame.size);
+    file.size = size;
+    file.header_len = offsets.first().copied().unwrap_or(size);
     Ok(file)
 }
 
@@ -115,8 +124,8 @@ pub fn frame(file: &OutFile, metadata: &Metadata, outputs: &[&Output]) -> Result
         Form::Records(_) => {
             let mut all = Frame::default();
             for (start, frame) in record_frames(file, outputs)? {
-                all.pieces.extend(frame.pieces.into_iter().map(|(at, bytes)| (start + at, bytes)));
-                all.members.extend(frame.members.into_iter().map(|m| Member {
+                all.pieces.extend(frame.pieces.iter().map(|(at, bytes)| (start + at, bytes.clone())));
+                all.members.extend(frame.members.iter().map(|m| Member {
                     offset: start + m.offset,
                     len: m.len,
                     crc_at: m.crc_at.iter().map(|at| start + at).collect(),
@@ -268,20 +277,39 @@ fn zipped(folder: &str, tree: &Tree, outputs: &[&Output], file: &str) -> Result<
     Ok(torch_zip::layout(folder, records))
 }
 
-/// Start of each record of a file, and its content around the tensors.
-fn record_frames(file: &OutFile, outputs: &[&Output]) -> Result<Vec<(u64, Frame)>> {
+/// Start of each record of a file, and its content around the tensors. Records of one tensor are the same if the tensors
+/// are alike, because a record does not name its tensor.
+fn record_frames(file: &OutFile, outputs: &[&Output]) -> Result<Vec<(u64, Rc<Frame>)>> {
     let Form::Records(values) = &file.form else { return Ok(Vec::new()) };
     let (mut at, mut rest) = (0, outputs);
     let mut all = Vec::with_capacity(values.len());
+    let mut of_tensors: HashMap<(Dtype, &[u64]), Rc<Frame>> = HashMap::new();
     for value in values {
         let (mine, others) = rest.split_at(value.tensors().len().min(rest.len()));
         // The folder in the zips that torch.save makes of streams.
-        let frame = zipped("archive", value, mine, &file.name)?;
+        let make = || zipped("archive", value, mine, &file.name).map(Rc::new);
+        let frame = match (value, mine) {
+            (Tree::Tensor(name), [output]) if output.name.as_str() == name => {
+                match of_tensors.entry((output.dtype, &output.shape)) {
+                    Entry::Occupied(frame) => Rc::clone(frame.get()),
+                    Entry::Vacant(place) => Rc::clone(place.insert(make()?)),
+                }
+            }
+            _ => make()?,
+        };
         let next = at + frame.size;
         all.push((at, frame));
         (at, rest) = (next, others);
     }
     Ok(all)
+}
+
+/// Bytes of records in all, and the offset of each tensor.
+fn measure_records(frames: &[(u64, Rc<Frame>)]) -> (u64, Vec<u64>) {
+    let size = frames.last().map_or(0, |(start, frame)| start + frame.size);
+    let members =
+        frames.iter().flat_map(|(start, frame)| frame.members.iter().map(move |m| start + m.offset));
+    (size, members.collect())
 }
 
 /// Records of a file that hold tensors, as a reader asks for them.

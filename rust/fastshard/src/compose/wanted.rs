@@ -1,6 +1,7 @@
 //! The wanted tensors: those that a table requires, or the source's own.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::{Source, Target};
 use crate::codes;
@@ -14,9 +15,11 @@ use crate::layout::table::{Entry, Table, Truth};
 /// A target tensor to make.
 pub(super) struct Wanted {
     pub(super) entry: usize,
-    pub(super) index: BTreeMap<String, u64>,
+    /// Its position, which the ranks that hold a part of it share.
+    pub(super) index: Arc<BTreeMap<String, u64>>,
     pub(super) choices: Vec<usize>,
-    pub(super) coords: BTreeMap<String, u64>,
+    /// Its rank, which the tensors of the rank share.
+    pub(super) coords: Arc<BTreeMap<String, u64>>,
 }
 
 /// Maximum number of positions of one entry; above it, numbers in names or configs are implausible.
@@ -91,15 +94,16 @@ pub(super) fn ranks(table: &Table, known: &Known) -> Vec<BTreeMap<String, u64>> 
 pub(super) fn own_names(source: &Source) -> Vec<Wanted> {
     let mut seen = BTreeSet::new();
     let mut wanted = Vec::new();
+    let alone = Arc::default();
     for instance in &source.resolved.instances {
         let index: Vec<(String, u64)> = instance.index.iter().map(|(a, n)| (a.clone(), *n)).collect();
         let key = (instance.entry as usize, index, instance.choices.clone());
         if seen.insert(key) {
             wanted.push(Wanted {
                 entry: instance.entry as usize,
-                index: instance.index.clone(),
+                index: Arc::new(instance.index.clone()),
                 choices: instance.choices.clone(),
-                coords: BTreeMap::new(),
+                coords: Arc::clone(&alone),
             });
         }
     }
@@ -146,6 +150,7 @@ pub(super) fn table_names(
         Some(ranks) => ranks.to_vec(),
         None => ranks(table, known),
     };
+    let all_ranks: Vec<Arc<_>> = all_ranks.into_iter().map(Arc::new).collect();
     for (i, entry) in table.entries.iter().enumerate() {
         if entry.ignore.is_some() || entry.shape.is_none() {
             continue;
@@ -181,16 +186,16 @@ pub(super) fn table_names(
         let holds = |coords: &BTreeMap<String, u64>| {
             !target.chunks || coords.iter().all(|(d, rank)| *rank == 0 || divided.contains(d.as_str()))
         };
-        for index in positions {
+        for index in positions.into_iter().map(Arc::new) {
             let is_here = |coords: &BTreeMap<String, u64>| {
                 holds(coords) && is_in_share(table, entry, (extents, known), &index, coords)
             };
             for coords in all_ranks.iter().filter(|coords| is_here(coords)) {
                 wanted.push(Wanted {
                     entry: i,
-                    index: index.clone(),
+                    index: Arc::clone(&index),
                     choices: Vec::new(),
-                    coords: coords.clone(),
+                    coords: Arc::clone(coords),
                 });
             }
         }

@@ -1,6 +1,7 @@
 //! Files that a target prescribes: which tensor goes into which.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
 use serde::Deserialize;
 
@@ -10,6 +11,7 @@ use crate::error::{Error, Finding};
 use crate::few::Few;
 use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::Tree;
+use crate::name::Name;
 use crate::plan::{ArrayStore, Fill, Form, OutFile, Output};
 use crate::tensor::{element_count, Dtype};
 
@@ -126,20 +128,20 @@ pub fn place(outputs: Ranked, sides: &[FileSide], constants: &Constants) -> Plac
     Placed { outputs, files, has_index: false, findings }
 }
 
-/// An output's name and its rank.
-type Place = (String, BTreeMap<String, u64>);
+/// An output's name, and the number of its rank.
+type Place = (Name, u32);
 
 /// Outputs on their way into files.
 #[derive(Default)]
 struct Placing {
     /// Parallel dimensions of the target.
     dimensions: BTreeSet<String>,
-    /// Outputs that have no file yet.
-    waiting: HashMap<Place, Output>,
-    /// All places, as they came.
-    order: Vec<Place>,
-    /// Places of outputs that have a file.
-    placed: BTreeSet<Place>,
+    /// Numbers of ranks, by their coordinates on these dimensions.
+    ranks: HashMap<Box<[u64]>, u32>,
+    /// The outputs as they came, without those that have a file.
+    waiting: Vec<Option<Output>>,
+    /// Where each output is among them.
+    places: HashMap<Place, usize>,
     /// Where the records lie that a `.metadata` may name.
     records: HashMap<String, dcp::Place>,
     outputs: Vec<Output>,
@@ -156,29 +158,34 @@ impl Placing {
                 .tensor(name)
                 .expected(format!("a number of {dtype}"), number)
         }));
-        let first: BTreeMap<String, u64> = self.dimensions.iter().map(|d| (d.clone(), 0)).collect();
-        let constants = constants.iter().map(|(name, value)| (first.clone(), constant(name, *value)));
+        let first = Arc::default();
+        let constants = constants.iter().map(|(name, value)| (Arc::clone(&first), constant(name, *value)));
         for (coords, output) in outputs.into_iter().chain(constants) {
-            let place = (output.name.to_string(), coords);
-            self.order.push(place.clone());
-            if self.waiting.insert(place, output).is_some() {
+            let place = (output.name.clone(), self.number_rank(&coords));
+            if self.places.insert(place, self.waiting.len()).is_some() {
                 let twice = Finding::new(codes::OVERLAP, "two outputs of the result have one name");
-                self.findings.push(twice.tensor(&self.order[self.order.len() - 1].0));
+                self.findings.push(twice.tensor(&output.name));
             }
+            self.waiting.push(Some(output));
         }
+    }
+
+    /// The number of a rank; on a dimension that `coords` does not name it is rank 0.
+    fn number_rank(&mut self, coords: &BTreeMap<String, u64>) -> u32 {
+        let ranks: Box<[u64]> = self.dimensions.iter().map(|d| coords.get(d).copied().unwrap_or(0)).collect();
+        let next = self.ranks.len() as u32;
+        *self.ranks.entry(ranks).or_insert(next)
     }
 
     /// The outputs that a file names, in its order.
     fn tensors_of(&mut self, side: &FileSide) -> Vec<Output> {
-        let rank = |d: &String| side.coords.get(d).copied().unwrap_or(0);
-        let coords: BTreeMap<String, u64> = self.dimensions.iter().map(|d| (d.clone(), rank(d))).collect();
+        let rank = self.number_rank(&side.coords);
         let shapes = side.content.shapes();
         let mut inside: Vec<Output> = Vec::new();
         for (key, name) in side.content.tensors() {
-            let place = (name.to_string(), coords.clone());
-            match self.waiting.remove(&place) {
+            let place = self.places.get(&(Name::from(name), rank)).copied();
+            match place.and_then(|place| self.waiting[place].take()) {
                 Some(output) => {
-                    self.placed.insert(place);
                     let shape = shapes.get(key.as_str()).map_or(output.shape.clone(), |s| Few::from(*s));
                     if element_count(&shape) != element_count(&output.shape) {
                         let fits = format!("{:?} with axes of extent 1", output.shape);
@@ -194,7 +201,7 @@ impl Placing {
                 // A second name of a tensor in the same file: one storage, as tied weights are saved.
                 None if inside.iter().any(|o| o.name == name) => {}
                 None => {
-                    let (code, what) = match self.placed.contains(&place) {
+                    let (code, what) = match place.is_some() {
                         true => (codes::OVERLAP, "two files of the result name it"),
                         false => (codes::MISSING_TENSOR, "a file of the result names it, nothing makes it"),
                     };
@@ -249,11 +256,9 @@ impl Placing {
 
     /// Refuses outputs that no file names.
     fn refuse_left(&mut self) {
-        for place in &self.order {
-            if let Some(output) = self.waiting.remove(place) {
-                let finding = Finding::new(codes::UNKNOWN_TENSOR, "no file of the result has a place for it");
-                self.findings.push(finding.tensor(&output.name));
-            }
+        for output in self.waiting.iter().flatten() {
+            let finding = Finding::new(codes::UNKNOWN_TENSOR, "no file of the result has a place for it");
+            self.findings.push(finding.tensor(&output.name));
         }
     }
 }

@@ -3,7 +3,7 @@
 //! The layout engine would make the same of them, at some sixty microseconds each; a checkpoint without a table can have a
 //! million.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::assembled::Pass;
@@ -45,13 +45,14 @@ pub(super) fn all_plain(
 /// The outputs of such a pass that are wanted, by the tensors' numbers in it.
 pub(super) fn outputs(pass: &Pass, target: &Target) -> Vec<Drafted> {
     let uncut: Cuts = Arc::new([]);
+    let (coords, index) = (Arc::default(), Arc::default());
     let wanted = pass.seen.iter().enumerate().filter(|(_, tensor)| (target.wanted)(&tensor.name));
     let drafted = |output| Drafted {
-        coords: BTreeMap::new(),
+        coords: Arc::clone(&coords),
         output,
         whole: None,
         cuts: Some(uncut.clone()),
-        index: BTreeMap::new(),
+        index: Arc::clone(&index),
     };
     wanted.map(|(i, tensor)| drafted(output(i as u32, tensor, target))).collect()
 }
