@@ -51,7 +51,7 @@ WITH_COMPANIONS = {
     and name not in ("automodel_dcp", "automodel_peft")
 }
 #: Those whose twins are tried with every run of the tests.
-QUICK = ("verl_megatron_hf", "automodel_dcp", "automodel_peft", "factory_running")
+QUICK = ("verl_megatron_hf", "automodel_dcp", "automodel_peft", "factory_running", "factory_lora")
 
 Made = Callable[[str], tuple[Path, Weights]]
 
@@ -220,13 +220,41 @@ def test_a_file_that_is_gone_changes_no_result(name: str, made: Made, tmp_path: 
         if ran.code:
             refused += 1
             assert not out.exists() and ran.errors, path
-        elif FOUND[name] is None and path.name.startswith(("model", "adapter")) and path.parent == run:
-            # A run has such a folder before its end too: then the newest step is taken, and said.
-            assert ran.having("FS112", message="step checkpoint-20 is used, the newest by number"), path
         else:
             assert same(read_result(out), want), path
         path.write_bytes(kept)
-    assert refused or FOUND[name] is None
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("factory_full", "model.safetensors"),
+        ("factory_lora", "adapter_model.safetensors"),
+        ("factory_lora", "adapter_config.json"),
+    ],
+)
+def test_a_final_model_that_is_gone_is_not_its_newest_step(
+    name: str, lost: str, made: Made, tmp_path: Path
+) -> None:
+    """What the Trainer writes with the final model shows that there was one."""
+    run = copy_run(made(name)[0], tmp_path / "run")
+    (run / lost).unlink()
+    for verb in (("merge", run, tmp_path / "out"), ("inspect", run), ("verify", run)):
+        ran = cli(*verb)
+        (error,) = ran.errors
+        assert ran.code == 3 and error["code"] == "FS101" and "checkpoint-20" in error["got"], ran.out
+        assert error["run"][0].endswith("--step checkpoint-20")
+    assert not (tmp_path / "out").exists()
+    step = read_result(made(name)[0] / f"checkpoint-{NEW}") if "full" in name else None
+    for n, choice in enumerate((("--step", "checkpoint-20"), ("--accept", "older-step"))):
+        ran = cli("merge", run, tmp_path / f"out{n}", *choice)
+        assert ran.code == 0 and bool(ran.having("FS101", severity="warning")) == (n == 1), ran.out
+        assert step is None or same(read_result(tmp_path / f"out{n}"), step)
+    # Before the run ends, there is none of this: axolotl has its config and adapter_config.json.
+    for file in ("training_args.bin", "adapter_model.safetensors"):
+        (run / file).unlink(missing_ok=True)
+    assert cli("merge", run, tmp_path / "running").code == 0
 
 
 @pytest.mark.parametrize("name", ["verl_fsdp", "verl_sft", "verl_megatron_hf", "verl_megatron_hf_v1"])

@@ -38,6 +38,13 @@ from .step_trackers import (
 #: (optim), verl utils/megatron_utils.py (optimizer, extra)
 _STATE = compile_when_used(r"^(?:optim(?:izer)?(?:_states?|_\d+)?|extra(?:_states?)?|rng|dataloader)$")
 
+#: Steps of transformers' Trainer, and files that it writes only with a model: next to its steps, they show
+#: that the run's final model was there. axolotl writes config, tokenizer and ``adapter_config.json`` before.
+#: source: transformers trainer.py (_save), trainer_utils.py (PREFIX_CHECKPOINT_DIR); peft peft_model.py
+#: (save_pretrained); axolotl train.py (save_initial_configs)
+_TRAINER_STEP = compile_when_used(r"^checkpoint-\d+$")
+_SAVED_WITH_MODEL = ("training_args.bin", "adapter_model.safetensors", "adapter_model.bin")
+
 #: The value of ``step`` for the given folder itself.
 ITSELF = "."
 
@@ -444,8 +451,9 @@ def _later(
     """Report steps that are newer than the chosen one.
 
     Raises:
-        FastshardError: ``FS104`` for a step under its final name, unless ``older-step`` is accepted or a
-            tracker names the chosen step; ``FS106`` for a newer one of another framework.
+        FastshardError: ``FS104`` for a step under its final name, and ``FS101`` for the lost final model of a
+            run, unless ``older-step`` is accepted or a tracker names the chosen step; ``FS106`` for a newer
+            one of another framework.
     """
     known = {folder for step in steps.values() for folder in step.folders}
     later = {
@@ -464,7 +472,7 @@ def _later(
             help="choose the step, or pass the other framework's directory as CKPT",
             run=[f"--step {shlex.quote(name)}"],
         )
-    findings = []
+    findings = [] if tracker is not None else _find_lost_final_model(listing, steps[name], name, options)
     for other, temporary in sorted(later.items(), key=lambda item: (numbers_of(item[0]), item[0])):
         if tracker is not None or temporary:
             why = "which the tracker does not name" if tracker and not temporary else "not finished"
@@ -494,6 +502,29 @@ def _later(
     if errors:
         raise error_for(errors)
     return findings
+
+
+def _find_lost_final_model(listing: Listing, step: Step, name: str, options: Options) -> list[Finding]:
+    """Find out whether a run lost its final model, which its Trainer wrote after the last step."""
+    if not _TRAINER_STEP.match(name):
+        return []
+    above = {(root, folder.rpartition("/")[0]) for root, folder in step.folders if folder}
+    beside = [f for f in listing.files if (f.root, f.folder) in above and f.name in _SAVED_WITH_MODEL]
+    is_accepted = "older-step" in options.accept
+    return [
+        Finding.of(
+            codes.MISSING_FILE,
+            "the run's final model is incomplete or missing: the Trainer writes this file with it",
+            severity="warning" if is_accepted else None,
+            decided="accept older-step" if is_accepted else None,
+            file=file.path,
+            expected="weights and config of the final model next to this file",
+            got=f"{name} is the newest step that can be read",
+            help="restore the missing files, or use the step",
+            run=[f"--step {shlex.quote(name)}"],
+        )
+        for file in beside[:1]
+    ]
 
 
 def _beside(
