@@ -113,23 +113,27 @@ def test_a_text_model_in_a_dcp_is_put_back(llava: Any, tmp_path: Path) -> None:
     assert_is_whole(tmp_path, "LlavaForConditionalGeneration", results(llava.eval()))
 
 
-def test_a_thinker_is_put_back(tmp_path: Path) -> None:
-    """All its names move below one module, beside which the talker stays as it was."""
+def trained_thinker(root: Path) -> tuple[Tensors, Tensors]:
+    """Save a thinker trained alone, and a model with another one; return its tensors and the talker's."""
     kind = transformers.Qwen2_5OmniThinkerForConditionalGeneration
     thinker = kind(kind.config_class(**OMNI))
-    thinker.save_pretrained(tmp_path / "trained")
-    trained = content(tmp_path / "trained")
+    thinker.save_pretrained(root / "trained")
+    trained = content(root / "trained")
     talker = {f"talker.model.layers.0.{n}.weight": torch.randn(8, 8) for n in ("up_proj", "down_proj")}
     before = {f"thinker.{name}": torch.randn_like(tensor) for name, tensor in trained.items()}
-    (tmp_path / "original").mkdir()
-    save_file({**before, **talker}, tmp_path / "original/model.safetensors", {"format": "pt"})
     config = {
         "model_type": "qwen2_5_omni",
         "architectures": ["Qwen2_5OmniForConditionalGeneration"],
-        "thinker_config": json.loads((tmp_path / "trained/config.json").read_text()),
+        "thinker_config": json.loads((root / "trained/config.json").read_text()),
         "talker_config": {"model_type": "qwen2_5_omni_talker", "hidden_size": 8},
     }
-    (tmp_path / "original/config.json").write_text(json.dumps(config))
+    save(root / "original", {**before, **talker}, config)
+    return trained, talker
+
+
+def test_a_thinker_is_put_back(tmp_path: Path) -> None:
+    """All its names move below one module, beside which the talker stays as it was."""
+    trained, talker = trained_thinker(tmp_path)
     ran = merge(tmp_path, "--like", tmp_path / "original")
     assert ran.code == 0, ran.out
     expected = {f"thinker.{name}": tensor for name, tensor in trained.items()} | talker
@@ -137,6 +141,30 @@ def test_a_thinker_is_put_back(tmp_path: Path) -> None:
     assert got.keys() == expected.keys() and all(torch.equal(got[n], t) for n, t in expected.items())
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["model_type"] == "qwen2_5_omni"
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("text_config", "num_attention_heads", 8),
+        ("text_config", "rms_norm_eps", 0.3),
+        ("text_config", "rope_parameters", {"rope_type": "default", "rope_theta": 123456.0}),
+    ],
+)
+def test_settings_of_the_parts_of_a_part_are_compared(
+    part: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    """A thinker is composite itself: the settings of its text model are one level deeper."""
+    trained_thinker(tmp_path)
+    file = tmp_path / "trained/config.json"
+    config = json.loads(file.read_text())
+    config[part][key] = value
+    file.write_text(json.dumps(config))
+    for like in ((), ("--like", tmp_path / "original")):
+        ran = merge(tmp_path, *like)
+        (error,) = ran.errors
+        assert ran.code == 1 and error["code"] == "FS215" and not (tmp_path / "out").exists(), ran.out
+        assert error["message"].startswith(f"thinker_config.{part}.")
 
 
 @pytest.mark.parametrize("like", [True, False], ids=["like", "alone"])

@@ -87,7 +87,8 @@ def find(
             state different settings.
     """
     own, composite = configs
-    inner = dict(_list_inner(composite or {}))
+    every = dict(_list_inner(composite or {}))
+    inner = every
     if own is not None and composite is not None and own.get("model_type") != composite.get("model_type"):
         kind = own.get("model_type")
         inner = {key: one for key, one in inner.items() if _is_of_one_class(one.get("model_type"), kind)}
@@ -106,7 +107,7 @@ def find(
     names = {name: way.names.get(name, name) for name in part}
     if not way.names or len(set(names.values()) & whole.keys()) < len(part):
         return None
-    findings = () if own is None else _compare_settings(own, inner, path)
+    findings = () if own is None else _compare_settings(own, inner, every, path)
     prefixes = dict(reduce_prefixes(before, after) for before, after in way.prefixes.items())
     # Modules whose names stay belong to the part too.
     stay = {f"{name.rpartition('.')[0]}." for name in part if name not in way.names and "." in name}
@@ -187,38 +188,62 @@ def _list_inner(
 
 
 def _compare_settings(
-    own: Mapping[str, Any], inner: Mapping[str, Mapping[str, Any]], path: str
+    own: Mapping[str, Any],
+    inner: Mapping[str, Mapping[str, Any]],
+    every: Mapping[str, Mapping[str, Any]],
+    path: str,
 ) -> tuple[Finding, ...]:
     """Refuse a part whose config states other settings: the result has the config of the composite model.
 
-    Return a warning if the composite model's config omits settings that the part's config states, because
+    Return warnings if the composite model's config omits settings that the part's config states, because
     then the class's default applies, which no file states.
+
+    Args:
+        own: the part's config. A part such as a thinker is composite itself, and has settings of its parts.
+        inner: the configs in the composite model that may be the part's, by their keys.
+        every: the configs of all parts of the composite model, by their keys.
+        path: the path of the model, for messages.
     """
-    settings = read_settings(own)
-    inner_settings = {where: read_settings(config) for where, config in inner.items()}
-    differing = {
-        where: {
-            key: theirs[key]
-            for key in sorted(settings.keys() & theirs.keys())
-            if not is_equal(settings[key], theirs[key])
-        }
-        for where, theirs in inner_settings.items()
-    }
-    where = min(differing, key=lambda where: len(differing[where]))
+    parts = [("", own), *((f".{where}", config) for where, config in _list_inner(own))]
+
+    def pair_with(where: str) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+        """Pair the part's settings with the model's, by their keys in the model."""
+        return [
+            (where + below, read_settings(config), read_settings(every[where + below]))
+            for below, config in parts
+            if where + below in every
+        ]
+
+    pairs = {where: pair_with(where) for where in inner}
+    nearest = min(pairs, key=lambda where: sum(len(_list_differing(*pair[1:])) for pair in pairs[where]))
+    return tuple(found for pair in pairs[nearest] for found in _compare_part(*pair, path))
+
+
+def _list_differing(settings: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """List the settings that both state, with different values."""
+    return [
+        key for key in sorted(settings.keys() & theirs.keys()) if not is_equal(settings[key], theirs[key])
+    ]
+
+
+def _compare_part(
+    where: str, settings: Mapping[str, Any], theirs: Mapping[str, Any], path: str
+) -> tuple[Finding, ...]:
+    """Compare the settings of one part: refuse other values, and warn about those that the model omits."""
     raise_errors(
         [
             Finding.of(
                 codes.CONFIG_DISAGREES,
                 f"{where}.{key}: the checkpoint and the model {path} (--fill-from) state different values; "
                 "the result gets the model's config",
-                expected=f"{value}, as the model states",
+                expected=f"{theirs[key]}, as the model states",
                 got=f"{settings[key]}, as the checkpoint states",
                 help="pass the model that training began with, and set the value that training changed",
             )
-            for key, value in differing[where].items()
+            for key in _list_differing(settings, theirs)
         ]
     )
-    unstated = sorted(settings.keys() - inner_settings[where].keys() - _SHOWN)
+    unstated = sorted(settings.keys() - theirs.keys() - _SHOWN)
     if not unstated:
         return ()
     finding = Finding.of(
