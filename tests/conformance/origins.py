@@ -15,6 +15,7 @@ import easylm_maker
 import maxtext_deepseek
 import maxtext_mixtures
 import names_maker
+import nemo_maker
 import numpy as np
 import tensorstore
 import torch
@@ -22,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 import zero_maker
 from helpers import FIXTURES, HF, read_result, sha256
-from jax_maker import LLAMA31, Size, Tree, llama_yml, maxtext_gpt3, sha
+from jax_maker import LLAMA31, Size, Tree, hf_llama, llama_yml, maxtext_gpt3, maxtext_llama, saved_orbax, sha
 from levanter_maker import as_levanter, as_train_state, save
 from orbax_maker import describe, painted
 from orbax_maker import write as write_array
@@ -136,6 +137,24 @@ def torch_dcp(root: Path) -> None:
     dcp.save(model(), checkpoint_id=with_config(root), no_dist=True)
 
 
+def dcp_stages(root: Path) -> None:
+    """Two pipeline stages, each with a state dict of its own under a key."""
+    stages: dict[str, dict[str, torch.Tensor]] = {"stage_0": {}, "stage_1": {}}
+    for name, tensor in model().items():
+        parts = name.split(".")
+        stage = int(parts[2]) // 2 if "layers" in parts else int("embed_tokens" not in name)
+        stages[f"stage_{stage}"][name] = tensor
+    dcp.save(stages, checkpoint_id=with_config(root), no_dist=True)
+
+
+def nemo_weights() -> Hashes:
+    return {f"module.{name}": sha256(tensor) for name, tensor in nemo_maker.read_weights().items()}
+
+
+def nemo(root: Path) -> None:
+    nemo_maker.make(root)
+
+
 def fsdp_ranks(root: Path) -> None:
     dtensor_maker.rank_files(with_config(root), model(), 3)
 
@@ -192,6 +211,22 @@ def maxtext_latent(root: Path) -> None:
 def deepseek_arrays() -> dict[str, np.ndarray]:
     config, tensors, _ = maxtext_deepseek.files("plain")
     return maxtext_deepseek.arrange(tensors, config, 1)
+
+
+NNX_SIZE = Size()
+
+
+def nnx_arrays() -> dict[str, np.ndarray]:
+    """A Llama as RL of MaxText saves it: below ``base``, layers as a list, each variable with its value."""
+    weights = maxtext_llama(hf_llama(NNX_SIZE), NNX_SIZE, None)
+    names = (name.removeprefix("params.params.").replace("layers_", "layers.") for name in weights)
+    return {f"base.{name}.value": array for name, array in zip(names, weights.values(), strict=True)}
+
+
+def maxtext_nnx(root: Path) -> None:
+    saved_orbax(nnx_arrays(), root)
+    _compress(root / "7/items", nnx_arrays())
+    (root / "maxtext_model.yml").write_text(yaml.safe_dump(llama_yml(NNX_SIZE, **LLAMA31)))
 
 
 def _compress(item: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -329,6 +364,14 @@ ORIGINS: dict[str, Origin] = {
         vocab=1000,
         rounded=True,
     ),
+    "nemo": Origin(
+        "NeMo (torch_dist)",
+        nemo,
+        nemo_weights,
+        told(SHARDED / "megatron_torch_dist_tp2_pp2", "tensors", file="expected_hf.json"),
+        vocab=1000,
+        rounded=True,
+    ),
     "zero1": Origin("DeepSpeed", zero(1), hashed(), hashed(), vocab=1000, rounded=True, masters=True),
     "zero2": Origin("DeepSpeed", zero(2), hashed(), hashed(), vocab=1000, rounded=True, masters=True),
     "zero3": Origin(
@@ -353,6 +396,7 @@ ORIGINS: dict[str, Origin] = {
         rounded=True,
     ),
     "dcp": Origin("torch DCP", torch_dcp, hashed(), hashed(), vocab=1000, rounded=True),
+    "dcp_stages": Origin("torch DCP", dcp_stages, hashed(), hashed(), vocab=1000, rounded=True),
     "fsdp": Origin(
         "torch DCP",
         copied(SHARDED / "dcp_fsdp2"),
@@ -404,6 +448,14 @@ ORIGINS: dict[str, Origin] = {
         told(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2", "maxtext_tensors"),
         told(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2", "hf_tensors"),
         vocab=250,
+        stages=3,
+    ),
+    "maxtext_nnx": Origin(
+        "MaxText",
+        maxtext_nnx,
+        lambda: {name: sha(array) for name, array in nnx_arrays().items()},
+        lambda: {name: sha(array) for name, array in hf_llama(NNX_SIZE).items()},
+        vocab=50,
         stages=3,
     ),
     "maxtext_mixtral": of_maxtext_mixture("mixtral"),
