@@ -91,7 +91,8 @@ def test_a_link_out_of_a_tokenizers_folder(name: str, ckpt: Path, tmp_path: Path
     (tmp_path / "words" / name).symlink_to("../key")
     given = ("--tokenizer", tmp_path / "words")
     assert_refused(ckpt, tmp_path / "out", "FS603", command=("merge", *given), file=name)
-    # A file that is named is the user's choice.
+    # A file that is named is the user's choice, if it can be what its name says.
+    (tmp_path / "key").write_text(WORDS)
     assert cli("merge", ckpt, tmp_path / "out", "--tokenizer", tmp_path / "words" / name).code == 0
 
 
@@ -445,3 +446,18 @@ def test_files_that_are_not_taken_are_listed(tmp_path: Path) -> None:
     for path in (tmp_path / "out").iterdir():
         shutil.copy(path, tmp_path / "alone")
     assert "left_out" not in cli("merge", tmp_path / "alone", tmp_path / "again").doc
+
+
+@pytest.mark.parametrize("command", [MERGE, TO_HF], ids=["merge", "hf"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_truncated_companion_is_refused(
+    name: str, command: tuple[str, ...], ckpt: Path, tmp_path: Path
+) -> None:
+    """transformers cannot load a result with half of it."""
+    texts = {"tokenizer.json": WORDS, "tokenizer_config.json": '{"model_max_length": 1e30, "pad_token": "a"}'}
+    (ckpt / name).write_text(text := texts.get(name, '{"eos_token_id": 2, "do_sample": false}'))
+    assert cli("verify", ckpt).code == 0
+    (ckpt / name).write_text(text[: len(text) // 2])
+    assert_refused(ckpt, tmp_path / "out", "FS211", exit=2, command=command, file=name)
+    verified = cli("verify", ckpt)
+    assert verified.code == 2 and name in verified.out

@@ -9,12 +9,13 @@ from pathlib import Path
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import MANIFEST_NAME
 from ..checkpoint.plan import Plan
-from ..common import safe_files
+from ..common import codes, json_text, safe_files
+from ..common.errors import Finding
 from ..common.listing import Folder
 from ..models import sidecar_files
 from ..models.tokenizer import Tokenizer
 
-__all__ = ["CopiedFile", "along", "find_left_out", "from_above", "hash_copies"]
+__all__ = ["CopiedFile", "along", "find_damaged", "find_left_out", "from_above", "hash_copies"]
 
 #: A file that is copied to a result: its name there, its path, and the BLAKE3 of its bytes when it was
 #: chosen.
@@ -42,6 +43,32 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
     if source.model.hf_names and (merged or plan.target == "hf" or plan.keeps_names):
         found |= source.files.quantiser_files
     return sorted((name, str(path)) for name, path in found.items() if name not in plan.summary["texts"])
+
+
+def find_damaged(copies: Iterable[tuple[str, str]]) -> list[Finding]:
+    """Return ``FS211`` for each file to copy whose name ends with ``.json`` and that holds no JSON.
+
+    Loaders of the result would fail. A file larger than 64 MiB is not read.
+    """
+    findings = []
+    for name, path in copies:
+        if not name.endswith(".json") or Path(path).stat().st_size > safe_files.MAX_TEXT:
+            continue
+        try:
+            # Nothing of it is kept: a vocabulary has very many entries.
+            json_text.load(safe_files.read_text(path, safe_files.MAX_TEXT), lambda pairs: None)
+        except ValueError as error:
+            findings.append(
+                Finding.of(
+                    codes.BAD_VALUE,
+                    "the file is no valid JSON: it is truncated or damaged",
+                    file=name,
+                    expected="JSON",
+                    got=str(error),
+                    help="copy the file again from the original checkpoint",
+                )
+            )
+    return findings
 
 
 def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:

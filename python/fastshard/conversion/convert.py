@@ -55,7 +55,7 @@ from ..models import sidecar_files
 from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
-from .companion_files import along, find_left_out, from_above, hash_copies
+from .companion_files import along, find_damaged, find_left_out, from_above, hash_copies
 from .destinations import find_destination_scheme, open_destination
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
@@ -343,6 +343,7 @@ def prepared(
         findings += checkpoint.opened.gate.passed(differing)
     found = [f for f in plan.findings if not settled or not f.is_a("unproven")]
     copies = along(plan, words, given=tokenizer is not None)
+    raise_errors(checkpoint.opened.gate.evaluate(find_damaged(copies)))
     given = set(words.files) if words and tokenizer is not None else set()
     # A config that is not given was compared when it was read.
     compared_before = {"config.json", *given}

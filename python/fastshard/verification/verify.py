@@ -38,7 +38,7 @@ from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
-from ..conversion.companion_files import along
+from ..conversion.companion_files import along, find_damaged
 from ..conversion.distributed import host_parts
 from ..findings import proof
 from ..findings.stages import READ_STAGES, TRUST, Facts, judge
@@ -133,7 +133,7 @@ def verify(
     signed = _signed(checkpoint, signature, public_key, certificates)
     findings += signed
     run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
-    findings += _sidecars_differ(checkpoint, plan)
+    findings += _check_companions(checkpoint, plan)
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
     findings = [f.replace(severity="error") if f.code == codes.SLICE_AS_WHOLE else f for f in findings]
@@ -239,16 +239,20 @@ def _differing(
     return findings, downloaded, unnoticed
 
 
-def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
-    """Report roots that differ in tokenizers or in other files that a result would include."""
-    if len(checkpoint.listing.roots) < 2:
-        return []
+def _check_companions(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
+    """Check the files that a result would include: damaged ones, and those that differ between roots."""
+    several = len(checkpoint.listing.roots) > 1
     try:
-        with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.files.folders), given=True)
-        others = (Path(path) for name, path in with_it if name != "config.json")
-        return sidecar_files.differing(checkpoint.listing, others)
+        tokenizer = find_tokenizer(None, checkpoint.opened.source.files.folders)
+        copies = along(plan, tokenizer, given=True)
+        findings = find_damaged(copies)
+        if several:
+            others = (Path(path) for name, path in copies if name != "config.json")
+            findings += sidecar_files.differing(checkpoint.listing, others)
+        return findings
     except FastshardError as error:
-        return error.findings
+        # Only a conversion needs them.
+        return error.findings if several else []
 
 
 def _find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -1,6 +1,7 @@
 //! Blobs with equal contents, as far as their headers and samples show.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 
 use super::{spread_runs, CHUNK, SAMPLE};
 use crate::engine::blocks::{sample_of, CONSTANT};
@@ -62,8 +63,8 @@ impl Contents {
     /// Length, digest and number of each blob whose digest is known or cheap.
     fn sums(&self, plan: &Plan, sources: &Sources) -> Result<Vec<(u64, u64, u32)>> {
         let mut sums = Vec::new();
-        // File -> digest of the lengths of what it holds without a checksum.
-        let mut lens: HashMap<u32, u64> = HashMap::new();
+        // File -> its blobs without a checksum.
+        let mut blobs: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for (i, blob) in plan.blobs.iter().enumerate().filter(|(i, _)| self.items[*i] > 0) {
             let i = i as u32;
             if blob.encoded {
@@ -76,39 +77,33 @@ impl Contents {
             } else if let Some(crc) = blob.crc32 {
                 sums.push((blob.len, mixed(1, u64::from(crc)), i));
             } else {
-                let digest = lens.entry(blob.file).or_insert(1);
-                *digest = mixed(*digest, blob.len);
+                blobs.entry(blob.file).or_default().push(i);
             }
         }
-        let mut like: HashMap<u64, Vec<u32>> = HashMap::new();
-        lens.into_iter().for_each(|(file, digest)| like.entry(digest).or_default().push(file));
-        like.retain(|_, files| files.len() > 1);
-        if like.is_empty() {
-            return Ok(sums);
-        }
-        let kinds: HashMap<u32, u64> = like
-            .into_iter()
-            .flat_map(|(kind, files)| files.into_iter().map(move |file| (file, kind)))
-            .collect();
-        let mut blobs: HashMap<u32, Vec<u32>> = HashMap::new();
-        for (i, blob) in plan.blobs.iter().enumerate().filter(|(i, _)| self.items[*i] > 0) {
-            if blob.crc32.is_none() && !blob.encoded && kinds.contains_key(&blob.file) {
-                blobs.entry(blob.file).or_default().push(i as u32);
-            }
-        }
-        // Some of each file first; all of those that look the same.
-        let mut looks: HashMap<u64, Vec<u32>> = HashMap::new();
+        // The largest of each file first: of small ones, which ranks hold alike, one rank's alone is used.
+        let mut like: BTreeMap<Vec<u64>, Vec<(u32, Vec<u32>)>> = BTreeMap::new();
         for (file, blobs) in &blobs {
-            let step = blobs.len().div_ceil(SAMPLES).max(1);
-            let mut look = kinds[file];
-            for &blob in blobs.iter().step_by(step) {
-                look = mixed(look, sample(plan, sources, blob)?);
-            }
-            looks.entry(look).or_default().push(*file);
+            let len = |blob: &u32| plan.blobs[*blob as usize].len;
+            let mut largest = blobs.clone();
+            largest.sort_by_key(|blob| Reverse(len(blob)));
+            largest.truncate(SAMPLES);
+            let lens = largest.iter().map(len).collect();
+            like.entry(lens).or_default().push((*file, largest));
         }
-        for file in looks.into_values().filter(|files| files.len() > 1).flatten() {
-            for &blob in &blobs[&file] {
-                sums.push((plan.blobs[blob as usize].len, sample(plan, sources, blob)?, blob));
+        // Then all of those that look the same.
+        for files in like.into_values().filter(|files| files.len() > 1) {
+            let mut looks: HashMap<u64, Vec<u32>> = HashMap::new();
+            for (file, largest) in files {
+                let mut look = 1;
+                for blob in largest {
+                    look = mixed(look, sample(plan, sources, blob)?);
+                }
+                looks.entry(look).or_default().push(file);
+            }
+            for file in looks.into_values().filter(|files| files.len() > 1).flatten() {
+                for &blob in &blobs[&file] {
+                    sums.push((plan.blobs[blob as usize].len, sample(plan, sources, blob)?, blob));
+                }
             }
         }
         Ok(sums)
