@@ -13,6 +13,7 @@ from typing import Any
 import dtensor_maker
 import easylm_maker
 import maxtext_deepseek
+import maxtext_gemma
 import maxtext_mixtures
 import names_maker
 import nemo_maker
@@ -292,6 +293,26 @@ def of_maxtext_mixture(kind: str) -> Origin:
     )
 
 
+def of_maxtext_gemma(kind: str) -> Origin:
+    """A Gemma of MaxText's, in stacks of layers."""
+
+    @cache
+    def arrays() -> tuple[Tree, Tree]:
+        config, tensors, _ = maxtext_gemma.files(kind)
+        return tensors, maxtext_gemma.arrange(tensors, config, 1)
+
+    def save(root: Path) -> None:
+        _compress(maxtext_gemma.checkpoint(kind, root) / "7/items", arrays()[1])
+
+    return Origin(
+        "MaxText",
+        save,
+        lambda: {name: sha(array) for name, array in arrays()[1].items()},
+        lambda: {name: sha(array) for name, array in arrays()[0].items()},
+        vocab=250,
+    )
+
+
 ORIGINS: dict[str, Origin] = {
     "hf_safetensors": Origin(
         "Hugging Face",
@@ -467,6 +488,7 @@ ORIGINS: dict[str, Origin] = {
         lambda: {name: sha(array) for name, array in maxtext_deepseek.files("plain")[1].items()},
         vocab=250,
     ),
+    "maxtext_gemma2": of_maxtext_gemma("gemma2"),
     "maxtext_gpt3": Origin(
         "MaxText",
         copied(ORBAX / "gpt3_micro_scan_bf16_zarr2"),

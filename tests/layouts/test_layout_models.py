@@ -98,9 +98,12 @@ def test_what_a_config_leaves_out_means_what_it_does_in_transformers(kind: str) 
 
 def test_every_key_has_a_value() -> None:
     """Of a model that has all that there is."""
-    block = Block(Attention(window=9, indexed=3), Experts(2))
-    model = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, blocks=(block,))
-    axes = dict.fromkeys([*"VHFLgrdEQKMSCku", "nope", "rope", "vd", "kd", "ud", "ih", "ic", "ix"], 2)
+    block = Block(Attention(window=9, indexed=3, scores_cap=50.0), Experts(2))
+    rope = Rope(10_000)
+    model = Model(
+        "somewhere", "llama", eps=1e-5, rope=rope, max_positions=64, blocks=(block,), logits_cap=30.0
+    )
+    axes = dict.fromkeys([*"VHFLgrdEQKMSCkus", "nope", "rope", "vd", "kd", "ud", "ih", "ic", "ix"], 2)
     for key in KEYS:
         of = replace(CLASSES["llama"], keys=[key])
         config, _ = huggingface.write(model, of, axes, "config.json")

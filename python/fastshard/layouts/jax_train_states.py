@@ -40,8 +40,9 @@ class Cycle:
 
     #: Number of layers in the cycle.
     length: int
-    #: Name of a place's stack below ``layers.``, with the place number in braces.
-    stack: str
+    #: Name of a place's stack below ``layers.``, with the place number in braces; None if the table names
+    #: the tensors of each place.
+    stack: str | None
     #: Places of the layers of a set, by the set's name. Other sets have all places.
     places: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -55,7 +56,7 @@ class Cycle:
         Args:
             count: the number of all layers.
         """
-        sets = {f"cycle_{place}": [place] for place in range(self.length)}
+        sets = {} if self.stack is None else {f"cycle_{place}": [place] for place in range(self.length)}
         sets |= {name: list(places) for name, places in self.places.items()}
         return {
             name: ("L", [n for n in range(count) if n % self.length in places])
@@ -148,7 +149,7 @@ def stack_layers(rule: Rule, axis: int, cycle: Cycle | None = None) -> list[Rule
     at = place(len(rule.dimensions or ()), axis)
     if (of := _OF_SET.search(rule.name)) is not None:
         return [rule.stacked(f"L in {of[1]}", at).renamed(rule.name.replace(of[0], ""))]
-    if cycle is not None and (of := _OF_CYCLE.search(rule.name)) is not None:
+    if cycle is not None and cycle.stack is not None and (of := _OF_CYCLE.search(rule.name)) is not None:
         return [
             rule.stacked(f"L in cycle_{n}", at).renamed(
                 rule.name.replace(of[0], f"layers.{cycle.stack.format(n)}")

@@ -64,6 +64,10 @@ KEYS = frozenset(
         "index_n_heads",
         "index_head_dim",
         "use_qk_norm",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "rope_local_base_freq",
     )
 )
 #: Kinds of attention: heads, or groups of heads, with separate keys and values; keys and values from one
@@ -135,6 +139,8 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "indexed": ("true or false", _is_flag),
     "stacked": ("true or false", _is_flag),
     "router_bias": ("true or false", _is_flag),
+    "scaled_embedding": ("true or false", _is_flag),
+    "norms_after": ("true or false", _is_flag),
     "activation": ("a text", _is_text),
     "scores": (f"one of {', '.join(SCORES)}", lambda value: value in SCORES),
     "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
@@ -187,6 +193,10 @@ class ModelClass:
     scores: str = "softmax"
     #: True if the router adds a bias to its scores.
     router_bias: bool = False
+    #: True if embeddings are multiplied by the root of their size.
+    scaled_embedding: bool = False
+    #: True if there are norms after attention and MLP, besides those before.
+    norms_after: bool = False
     #: The MLP activation, whatever the config states; None if the config states it.
     activation: str | None = None
     #: The sets of biases that a model may have.
@@ -211,6 +221,11 @@ class ModelClass:
     def latent(self) -> bool:
         """True if keys and values come from a latent."""
         return "latent" in self.attentions
+
+    @property
+    def local_rope(self) -> bool:
+        """True if layers with a window have their own rotary embedding."""
+        return self.having("rope_local_base_freq")
 
     @property
     def experts(self) -> bool:

@@ -46,6 +46,9 @@ _WORDS = {
     "window": "sliding_window",
     "rope.scaling": "rope_scaling",
     "experts.normalised": "norm_topk_prob",
+    "scores_cap": "attn_logit_softcapping",
+    "logits_cap": "final_logit_softcapping",
+    "local_rope": "rotary embedding of sliding_attention",
 }
 #: transformers has no GPT-3; its GPT-2 is another model.
 _GPT3 = Says(kind="GPT-3")
@@ -65,6 +68,11 @@ def _says(of: ModelClass) -> Says:
         scalings=of.scalings,
         window=of.window in ("all", "named", "set"),
         windowed_layers="any" if of.window == "set" else "all",
+        local_rope=of.local_rope,
+        scores_cap=of.having("attn_logit_softcapping"),
+        logits_cap=of.having("final_logit_softcapping"),
+        scaled_embedding=(of.scaled_embedding,),
+        norms_after=(of.norms_after,),
         sinks=(of.sinks,),
         router_bias=(of.router_bias,),
         biases=[_places(biases) for biases in of.biases],
@@ -160,6 +168,7 @@ def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
         "shared_expert_intermediate_size": axes.get("S"),
         "index_n_heads": axes.get("ih"),
         "index_head_dim": 2 * axes["ic"] + axes["ix"] if "ix" in axes else None,
+        "query_pre_attn_scalar": axes.get("s"),
         "linear_conv_kernel_dim": axes.get("C"),
         "linear_key_head_dim": axes.get("kd"),
         "linear_value_head_dim": axes.get("ud"),
@@ -176,6 +185,7 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
+    local = next((rope for block in model.blocks if (rope := block.attention.rope)), model.rope)
     values: dict[str, Any] = _sizes(axes, model.further_layers) | {
         "hidden_act": model.activation,
         "tie_word_embeddings": model.tied,
@@ -191,6 +201,9 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         "use_parallel_residual": model.parallel,
         "attention_bias": model.biases[0],
         "mlp_bias": model.biases[2],
+        "attn_logit_softcapping": model.attention.scores_cap,
+        "final_logit_softcapping": model.logits_cap,
+        "rope_local_base_freq": _whole(local.base),
         "rope_scaling": {**model.rope.scaling, "rope_type": model.rope.kind} if scaled else None,
     }
     if (experts := model.experts) is not None:
@@ -330,7 +343,8 @@ class HuggingFace:
         settings = add_defaults(values, of)
         settings |= {field: settings[key] for key, field in of.own_keys.items() if key in settings}
         window, some = find_windows(settings, of)
-        rope, several = rope_of(settings)
+        rope, several = rope_of(_take_kind_of_rope(settings, "full_attention") if of.local_rope else settings)
+        local = _read_local_rope(settings, rope) if of.local_rope else None
         if rope.share != 1 and not of.having(*_SHARES):
             # transformers looks at it in the classes alone that have such a key.
             several.append(Lack(_SHARES[0], "1: the class rotates the entire head", f"{rope.share:g}"))
@@ -348,7 +362,10 @@ class HuggingFace:
             activation=_SAME.get(activation, activation),
             parallel=of.having("use_parallel_residual") and bool(settings.get("use_parallel_residual")),
             rope=rope,
-            blocks=_blocks(settings, of, evidence, window),
+            blocks=_blocks(settings, of, evidence, window, local),
+            scaled_embedding=of.scaled_embedding,
+            norms_after=of.norms_after,
+            logits_cap=_read_cap(settings, of, "final_logit_softcapping"),
             further_layers=_count_further_layers(evidence),
             tied=evidence.facts.get("tied", False),
             max_positions=whole_number(settings, "max_position_embeddings", 2048),
@@ -381,9 +398,20 @@ def _count_further_layers(evidence: Evidence) -> int:
 
 
 def _blocks(
-    config: Mapping[str, Any], of: ModelClass, evidence: Evidence, window: int | None
+    config: Mapping[str, Any],
+    of: ModelClass,
+    evidence: Evidence,
+    window: int | None,
+    local_rope: Rope | None,
 ) -> tuple[Block, ...]:
     """Return the kinds of layers of a model.
+
+    Args:
+        config: the settings, with the class's defaults.
+        of: the class.
+        evidence: what the tensors show.
+        window: the window of the layers that have one.
+        local_rope: their rotary embedding, if it differs from that of other layers.
 
     Raises:
         FastshardError: ``FS211`` for an invalid value.
@@ -397,6 +425,7 @@ def _blocks(
         latent_queries=of.latent and facts.get("q_lora", False),
         output_gate=of.output_gate,
         sinks=of.sinks,
+        scores_cap=_read_cap(config, of, "attn_logit_softcapping"),
         indexed=whole_number(config, "index_topk", 1) if of.indexed else None,
     )
     block = Block(attention, _experts(config, of, evidence), _biases(facts, of))
@@ -405,7 +434,7 @@ def _blocks(
     dense = _layers_of("dense", evidence) if block.experts else ()
     blocks = change_layers([block], dense, layers, drop_experts)
     windowed = _layers_of("windowed", evidence) if of.window == "set" else ()
-    blocks = change_layers(blocks, windowed, layers, take_window(window))
+    blocks = change_layers(blocks, windowed, layers, take_window(window, local_rope))
     delta = _layers_of("delta", evidence) if "delta" in of.attentions else ()
     return change_layers(blocks, delta, layers, take_delta_net)
 
@@ -478,6 +507,37 @@ def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None,
     ):
         raise refused("config: sliding_window", "a positive integer", window)
     return window, []
+
+
+def _read_cap(config: Mapping[str, Any], of: ModelClass, key: str) -> float | None:
+    """Return the number at which tanh caps values; None for a class or a model without a cap."""
+    return None if not of.having(key) or config.get(key) is None else positive_number(config, key, 1.0)
+
+
+def _take_kind_of_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return a config with the rotary embedding of one kind of layers, if it states several."""
+    return {
+        key: value[kind] if key in _ROPES and isinstance(value, dict) and kind in value else value
+        for key, value in config.items()
+    }
+
+
+def _read_local_rope(config: Mapping[str, Any], others: Rope) -> Rope | None:
+    """Return the rotary embedding of layers with a window; None if it is that of the other layers.
+
+    transformers 4 has ``rope_local_base_freq``, without scaling; transformers 5 has ``rope_parameters`` of
+    ``sliding_attention``.
+
+    Raises:
+        FastshardError: ``FS211`` for invalid values.
+    """
+    stated = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    stated = _take_kind_of_rope(stated, "sliding_attention")
+    if stated.get("rope_parameters") == config.get("rope_parameters"):
+        stated.pop("rope_parameters", None)
+    base = positive_number(config, "rope_local_base_freq", 10_000)
+    local = rope_of({"rope_theta": base, **stated})[0]
+    return None if local == others else local
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:

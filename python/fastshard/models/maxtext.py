@@ -2,7 +2,7 @@
 
 source: MaxText configs/base.yml and configs/models, configs/types.py,
     layers/{attentions,embeddings,decoders,moe}.py,
-models/{llama2,mistral,mixtral,qwen3,qwen3_5,deepseek,gpt_oss,gpt3}.py
+models/{llama2,mistral,mixtral,qwen3,qwen3_5,deepseek,gpt_oss,gemma2,gemma3,gpt3}.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..common.errors import FastshardError, Finding, error_for
 from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Evidence
 from ..layouts.jax_train_states import Cycle
-from . import huggingface, maxtext_delta, maxtext_latent, maxtext_windows, unsupported
+from . import huggingface, maxtext_delta, maxtext_gemma, maxtext_latent, maxtext_windows, unsupported
 from .config_fields import flag, positive_number, whole_number
 from .model import Attention, Block, Experts, Lack, Model, Rope, change_layers, drop_experts, unstated
 from .unsupported import Says
@@ -51,6 +51,9 @@ _WORDS = {
     "rope.scaling": "rope_type",
     "experts": "num_experts",
     "qk_norm": "use_qk_norm",
+    "scores_cap": "attn_logits_soft_cap",
+    "logits_cap": "final_logits_soft_cap",
+    "local_rope": "local_rope_max_timescale",
 }
 #: MoE settings that change the computation but neither names nor shapes, with the values that do not change
 #: it.
@@ -107,6 +110,8 @@ class DecoderBlock:
     settings: Mapping[str, Any] = field(default_factory=dict)
     #: True if MaxText's converter always interleaves pairs; otherwise the order depends on ``rope_type``.
     interleaved: bool = False
+    #: The cycle of its layers, if they differ in the same way in all models.
+    cycle: Cycle | None = None
 
     @property
     def is_mixture(self) -> bool:
@@ -121,7 +126,17 @@ class DecoderBlock:
     @property
     def is_windowed(self) -> bool:
         """True for a block with a window in every second layer, whose attention has sinks."""
-        return self.says.windowed_layers == "even"
+        return True in self.says.sinks
+
+    @property
+    def is_gemma(self) -> bool:
+        """True for a block with norms after attention and MLP, whose embedding is scaled."""
+        return True in self.says.scaled_embedding
+
+    @property
+    def joined_layers(self) -> int:
+        """Number of layers that MaxText counts as one."""
+        return self.cycle.length if self.cycle is not None and self.cycle.stack is None else 1
 
     @property
     def is_delta(self) -> bool:
@@ -135,17 +150,24 @@ class DecoderBlock:
             return maxtext_latent.FIXED
         if self.is_windowed:
             return maxtext_windows.FIXED
+        if self.is_gemma:
+            return maxtext_gemma.FIXED
         return maxtext_delta.FIXED if self.is_delta else {}
 
     @property
     def has_one_order(self) -> bool:
         """True for a block whose rotary pairs have a fixed order, whatever ``rope_type`` states."""
-        return self.is_latent or self.is_windowed or self.is_delta
+        return self.is_latent or self.is_windowed or self.is_delta or self.is_gemma
 
     @property
     def scales_queries(self) -> bool:
         """True for a block whose query weights include the division by sqrt(head_dim)."""
         return not (self.qk_norm or self.is_latent or self.is_windowed)
+
+    @property
+    def activation(self) -> str:
+        """The activation by transformers' name."""
+        return next(iter(self.says.activations or ("silu",)))
 
     @property
     def qk_norm(self) -> bool:
@@ -155,7 +177,7 @@ class DecoderBlock:
     @property
     def states_qk_norm(self) -> bool:
         """True for a block whose query and key norms are a setting in the yml."""
-        return self.qk_norm and not self.is_delta
+        return self.qk_norm and not (self.is_delta or self.is_gemma)
 
     def make_cycle(self, length: int | None) -> Cycle | None:
         """Return the cycle of different layers that a scan runs together; None if all layers are alike.
@@ -163,10 +185,8 @@ class DecoderBlock:
         Args:
             length: the number of layers in the cycle; None if it is unknown.
         """
-        if self.is_windowed:
-            return Cycle(2, "layers_{}")
         if not self.is_delta or length is None:
-            return None
+            return self.cycle
         places = range(length)
         return Cycle(
             length,
@@ -222,6 +242,20 @@ _QWEN3_NEXT = replace(
     needs_shared_experts=True,
     shared_gate=(True,),
 )
+_GEMMA2 = replace(
+    LLAMA,
+    kind="Gemma 2",
+    families=("gemma2",),
+    activations=(maxtext_gemma.ACTIVATION,),
+    scalings=("default",),
+    fixed=(),
+    window=True,
+    windowed_layers="even",
+    scores_cap=True,
+    logits_cap=True,
+    scaled_embedding=(True,),
+    norms_after=(True,),
+)
 #: Blocks that have a table. In MoE blocks, the weights of the selected experts always add up to 1: MaxText
 #: takes the softmax over the selected experts alone, so norm_topk_prob has no effect.
 #: source: MaxText layers/decoders.py, layers/moe.py (RoutedMoE.get_topk), configs/models
@@ -243,7 +277,20 @@ BLOCKS = (
         {"deepseek_v3": "deepseek"},
         {"attention_type": "mla", "routed_score_func": "sigmoid", "routed_bias": True},
     ),
-    DecoderBlock("gpt_oss", _GPT_OSS, {"gpt_oss": "gpt_oss"}, maxtext_windows.SETTINGS),
+    DecoderBlock(
+        "gpt_oss",
+        _GPT_OSS,
+        {"gpt_oss": "gpt_oss"},
+        maxtext_windows.SETTINGS,
+        cycle=Cycle(2, "layers_{}"),
+    ),
+    DecoderBlock(
+        "gemma2",
+        _GEMMA2,
+        {"gemma2": "gemma2"},
+        maxtext_gemma.SETTINGS,
+        cycle=Cycle(2, None, {"local": [0], "global": [1]}),
+    ),
     DecoderBlock(
         "qwen3_next",
         _QWEN3_NEXT,
@@ -283,6 +330,8 @@ def block_of(model: Model) -> DecoderBlock:
     if block.is_latent and (lacking := maxtext_latent.list_lacks(model)):
         raise unsupported.refused("MaxText", block.says, lacking)
     if block.is_windowed and (lacking := maxtext_windows.list_lacks(model)):
+        raise unsupported.refused("MaxText", block.says, lacking)
+    if block.is_gemma and (lacking := maxtext_gemma.list_lacks(model)):
         raise unsupported.refused("MaxText", block.says, lacking)
     if block.is_delta and (lacking := maxtext_delta.list_lacks(model)):
         raise unsupported.refused("MaxText", block.says, lacking)
@@ -325,6 +374,26 @@ def find_cycle(family: str, length: int | None) -> Cycle | None:
 def is_delta(family: str) -> bool:
     """Return True if the tables of a family describe gated delta nets."""
     return any(block.family == family and block.is_delta for block in BLOCKS)
+
+
+def is_gemma(family: str) -> bool:
+    """Return True if the tables of a family describe norms after attention and MLP and scaled embeddings."""
+    return any(block.family == family and block.is_gemma for block in BLOCKS)
+
+
+def has_local_rope(family: str) -> bool:
+    """Return True if layers with a window have their own rotary embedding in a family."""
+    return any(block.family == family and block.says.local_rope for block in BLOCKS)
+
+
+def find_joined_layers(family: str) -> int:
+    """Return how many layers of a family MaxText counts as one."""
+    return next((block.joined_layers for block in BLOCKS if block.family == family), 1)
+
+
+def count_joined_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers of the model of a ``config.json`` MaxText counts as one."""
+    return next((block.joined_layers for block in BLOCKS if config.get("model_type") in block.names), 1)
 
 
 def names_family(config: Mapping[str, Any], family: str) -> bool:
@@ -468,6 +537,13 @@ class MaxText:
             others += some
             positions = maxtext_latent.read_max_positions(values)
             blocks = maxtext_windows.list_blocks(values, experts, evidence, grouped)
+        if block.is_gemma:
+            rope, local = maxtext_gemma.read_rope(values, found["rope.base"], block.says.local_rope)
+            others += maxtext_gemma.list_own_lacks(values)
+            assert block.cycle is not None
+            blocks = maxtext_gemma.list_blocks(
+                values, evidence, blocks[0].attention, local, block.cycle.length
+            )
         if block.is_delta and values:
             rope, some = maxtext_delta.read_rope(values, found["rope.base"])
             others += some
@@ -486,10 +562,14 @@ class MaxText:
             framework=self.name,
             family=evidence.family,
             eps=found["eps"],
-            activation="clamped_swiglu" if block.is_windowed else "silu",
+            activation=block.activation,
             rope=rope,
             blocks=blocks,
             tied=tied,
+            scaled_embedding=block.is_gemma,
+            norms_after=block.is_gemma,
+            # MaxText caps the logits of a tied output layer alone. source: MaxText layers/decoders.py
+            logits_cap=maxtext_gemma.read_cap(values, maxtext_gemma.LOGITS_CAP) if tied else None,
             max_positions=positions,
             # MaxText's block attends to all positions before. source: MaxText models/mistral.py
             kin=block.model_type(values.get("decoder_block")),
@@ -584,11 +664,16 @@ class MaxText:
             out |= maxtext_windows.write(model)
         elif block.is_delta:
             out |= maxtext_delta.write(model)
+        elif block.is_gemma:
+            out |= maxtext_gemma.write(model, block.says.local_rope)
         else:
             out |= order(interleaved, model.rope.kind == "llama3")
         if model.experts is not None:
             out["num_experts_per_tok"] = model.experts.best
-        if tied:
+        if tied and block.is_gemma:
+            # The division of the logits by sqrt(emb_dim) undoes the factor in the embedding.
+            out["normalize_embedding_logits"] = True
+        elif tied:
             # MaxText would divide the logits by sqrt(emb_dim). source: MaxText configs/base.yml
             out["normalize_embedding_logits"] = False
             findings.append(
@@ -648,9 +733,10 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
     activations = config.get("mlp_activations", ["silu", "linear"])
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
-    first = "sigmoid" if block.is_windowed else "silu"
+    first = block.settings.get("mlp_activations", ["silu"])[0]
     # Of text, three positions of a token are one. source: MaxText layers/embeddings.py
-    neutral = ("use_mrope",) if block.is_delta else ()
+    neutral: tuple[str, ...] = ("use_mrope",) if block.is_delta else ()
+    neutral += (maxtext_gemma.SCORES_CAP, maxtext_gemma.LOGITS_CAP) if block.is_gemma else ()
     absent = [(key, config.get(key)) for key in _ABSENT if key not in neutral]
     name, names = config.get("decoder_block"), list(block.names.values())
     norms = config.get("use_qk_norm")
@@ -658,21 +744,29 @@ def _besides(config: Mapping[str, Any], tied: bool, block: DecoderBlock) -> list
         ("decoder_block", " | ".join(names), name, name is None or name in names),
         ("mlp_activations", f"['{first}', 'linear']", activations, activations == [first, "linear"]),
         ("rope_min_timescale", "1", least, least == 1),
-        ("rope_linear_scaling_factor", "1.0", linear, linear == 1),
+        ("rope_linear_scaling_factor", "1.0", linear, linear == 1 or block.says.local_rope),
         (
             "use_qk_norm",
             str(block.states_qk_norm).lower(),
             norms,
-            bool(norms) == block.states_qk_norm or (norms is None and block.qk_norm),
+            bool(norms) == block.states_qk_norm or (norms is None and block.qk_norm) or block.is_gemma,
         ),
         ("num_experts", "1", experts, experts == 1 or block.is_mixture),
         *((key, "none", value, not value) for key, value in absent),
     ]
+    if block.says.window and not block.says.local_rope:
+        base = config.get(maxtext_gemma.LOCAL_BASE)
+        checks.append((maxtext_gemma.LOCAL_BASE, "-1", base, maxtext_gemma.is_off(base)))
+    if block.says.local_rope:
+        model, known = config.get("model_name"), maxtext_gemma.NAMES
+        checks.append(("model_name", " | ".join(known), model, model is None or model in known))
     if block.is_mixture:
         checks += _routing(config, block)
     if tied:
+        # The embedding of Gemma is stored times sqrt(emb_dim).
         normalised = config.get("normalize_embedding_logits", True)
-        checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
+        expected = block.is_gemma
+        checks.append(("normalize_embedding_logits", shown(expected), normalised, normalised is expected))
     settings = [
         (key, shown(expected), default if config.get(key) is None else config[key], expected)
         for key, (expected, default) in block.fixed.items()

@@ -10,9 +10,18 @@ from typing import Any
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding
-from . import config_json, maxtext_delta, maxtext_latent, maxtext_windows
+from . import config_json, maxtext_delta, maxtext_gemma, maxtext_latent, maxtext_windows
 from .config_fields import integer, whole_number
-from .maxtext import is_delta, is_latent, is_maxtext, is_mixture
+from .maxtext import (
+    count_joined_layers,
+    find_joined_layers,
+    has_local_rope,
+    is_delta,
+    is_gemma,
+    is_latent,
+    is_maxtext,
+    is_mixture,
+)
 from .overridden_settings import find_overridden_settings, is_config_json, read_settings
 
 
@@ -136,7 +145,12 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
                 got=str(heads),
             )
         axes["r"] = heads // groups
-    return axes
+    if "L" in axes:
+        axes["L"] *= find_joined_layers(family)
+    scalar = (
+        maxtext_gemma.read_query_scalar(config, axes, has_local_rope(family)) if is_gemma(family) else None
+    )
+    return axes | ({"s": scalar} if scalar else {})
 
 
 def _axes_of_latent(axes: dict[str, int], have: dict[str, int]) -> dict[str, int]:
@@ -204,7 +218,7 @@ _SETTINGS = (
     "num_experts_per_tok",
     "norm_topk_prob",
     "use_qk_norm",
-    *dict.fromkeys((*maxtext_latent.KEPT, *maxtext_windows.KEPT, *maxtext_delta.KEPT)),
+    *dict.fromkeys((*maxtext_latent.KEPT, *maxtext_windows.KEPT, *maxtext_delta.KEPT, *maxtext_gemma.KEPT)),
 )
 
 
@@ -217,6 +231,8 @@ def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
     if is_config_json(config):
         settings = read_settings(config)
         found = {key: settings[name] for name, key in _OF_CONFIG.items() if name in settings}
+        if "base_num_decoder_layers" in found:
+            found["base_num_decoder_layers"] //= count_joined_layers(config)
         if "expert_size" in settings:
             found["base_mlp_dim"] = settings["expert_size"]
         tied = config.get("tie_word_embeddings")

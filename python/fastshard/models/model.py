@@ -84,6 +84,10 @@ class Attention:
     output_gate: bool = False
     #: True if the softmax of each head counts a trained number as one more score.
     sinks: bool = False
+    #: The number at which tanh caps the scores; None if they have no cap.
+    scores_cap: float | None = None
+    #: Its rotary embedding; None if it is the model's.
+    rope: Rope | None = None
     #: Number of tokens that an indexer chooses for each token; None without an indexer.
     indexed: int | None = None
 
@@ -131,9 +135,9 @@ def drop_experts(block: Block) -> Block:
     return replace(block, experts=None)
 
 
-def take_window(window: int | None) -> Callable[[Block], Block]:
-    """Return the change that adds a window to a block."""
-    return lambda block: replace(block, attention=replace(block.attention, window=window))
+def take_window(window: int | None, rope: Rope | None = None) -> Callable[[Block], Block]:
+    """Return the change that adds a window to a block, and a rotary embedding if the block has its own."""
+    return lambda block: replace(block, attention=replace(block.attention, window=window, rope=rope))
 
 
 def take_delta_net(block: Block) -> Block:
@@ -168,6 +172,12 @@ class Model:
     #: Number of MTP layers after the other layers.
     further_layers: int = 0
     tied: bool = False
+    #: True if embeddings are multiplied by the root of their size.
+    scaled_embedding: bool = False
+    #: True if there are norms after attention and MLP, besides those before.
+    norms_after: bool = False
+    #: The number at which tanh caps the logits; None if they have no cap.
+    logits_cap: float | None = None
     max_positions: int | None = None
     #: Ids of special tokens, by transformers' keys.
     tokens: Mapping[str, int] = field(default_factory=dict)

@@ -21,6 +21,11 @@ _PLACES = (
     "the MLP's output",
 )
 
+#: Patterns of layers with a window: all layers of a cycle but the last, by the cycle's length and name.
+PATTERNS = {
+    "even": (2, "every second layer, from the first on"),
+    "five of six": (6, "all but every sixth layer"),
+}
 
 #: Names of the kinds of attention in messages.
 ATTENTIONS = {
@@ -55,8 +60,17 @@ class Says:
     whole_base: bool = False
     #: True if attention may have a window.
     window: bool = False
-    #: Which layers may have a window: ``all``, exactly the ``even`` ones, or ``any``.
+    #: Which layers may have a window: ``all``, exactly those of a pattern in ``PATTERNS``, or ``any``.
     windowed_layers: str = "all"
+    #: True if layers with a window may have their own rotary embedding, which is never scaled.
+    local_rope: bool = False
+    #: Whether tanh may cap scores, and logits.
+    scores_cap: bool = False
+    logits_cap: bool = False
+    #: Whether embeddings may be multiplied by the root of their size, or must be.
+    scaled_embedding: Collection[bool] = (False,)
+    #: Whether there may be norms after attention and MLP, besides those before, or must be.
+    norms_after: Collection[bool] = (False,)
     biases: Collection[tuple[bool, bool, bool, bool]] = (_NONE,)
     qk_norm: Collection[bool] = (False,)
     grouped: Collection[bool] = (False, True)
@@ -127,6 +141,14 @@ class Says:
             yield Lack(
                 model.word("parallel", "parallel residual"), _either(self.parallel), _flag(model.parallel)
             )
+        if model.scaled_embedding not in self.scaled_embedding:
+            word = model.word("scaled_embedding", "scale of embeddings")
+            yield Lack(word, _either(self.scaled_embedding), _flag(model.scaled_embedding))
+        if model.norms_after not in self.norms_after:
+            word = model.word("norms_after", "norms after attention and MLP")
+            yield Lack(word, _either(self.norms_after), _flag(model.norms_after))
+        if model.logits_cap is not None and not self.logits_cap:
+            yield Lack(model.word("logits_cap", "cap of logits"), "none", f"{model.logits_cap:g}")
         if model.further_layers and not self.further_layers:
             word = model.word("further_layers", "number of MTP layers")
             yield Lack(word, "none", str(model.further_layers))
@@ -155,13 +177,14 @@ class Says:
         if self.windowed_layers == "all" and self.window and layers is not None:
             word = model.word("window", "sliding window")
             yield Lack(f"{word} in some layers", "in all layers or in none", str(window))
+        if self.windowed_layers not in PATTERNS:
+            return
+        length, name = PATTERNS[self.windowed_layers]
         count = sum(len(block.layers or ()) for block in model.blocks)
-        # A single layer is the first.
-        windowed = layers if layers is not None or count > 1 or window is None else (0,)
-        if self.windowed_layers == "even" and windowed != tuple(range(0, count, 2)):
-            word = "set of layers with a sliding window"
+        windowed = tuple(range(count)) if layers is None and window is not None else layers
+        if windowed != tuple(layer for layer in range(count) if (layer + 1) % length):
             got = "all" if layers is None and window is not None else runs_of(runs(layers or ())) or "none"
-            yield Lack(word, "every second layer, from the first on", got)
+            yield Lack("set of layers with a sliding window", name, got)
 
     def _block(self, model: Model, block: Block) -> Iterator[Lack]:
         """List the features of one kind of layer that this kind of model lacks."""
@@ -171,6 +194,15 @@ class Says:
             yield Lack(model.word("biases", "set of biases"), expected, _places(block.biases))
         if attention.window is not None and not self.window:
             yield Lack(model.word("window", "sliding window"), "none", str(attention.window))
+        if attention.scores_cap is not None and not self.scores_cap:
+            yield Lack(model.word("scores_cap", "cap of scores"), "none", f"{attention.scores_cap:g}")
+        word = model.word("local_rope", "rotary embedding of layers with a window")
+        if attention.rope is not None and not self.local_rope:
+            yield Lack(word, "that of other layers", f"another, with base {attention.rope.base:g}")
+        elif self.local_rope and attention.window is not None:
+            kind = (attention.rope or model.rope).kind
+            if kind != "default":
+                yield Lack(word, "default", kind)
         has_heads = attention.kind != "delta"
         if has_heads and attention.output_gate not in self.output_gate:
             word = model.word("output_gate", "gate of attention's output")

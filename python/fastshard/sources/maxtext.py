@@ -24,7 +24,7 @@ from ..models.config_fields import flag, integer
 from ..models.model import unstated
 
 #: Families in the order in which they are tried.
-FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss", "gemma2", "qwen3_next")
 #: Possible axes of layers in a scan, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 #: A stack of layers: of all layers, or of one kind with its own numbers.
@@ -123,6 +123,8 @@ def describe(
     source.optimizer = Optimizer(moments_named=moments, rules=rules)
     if maxtext.is_delta(family):
         _declare_delta_sizes(source, shapes)
+    if maxtext.is_gemma(family):
+        _declare_query_scalar(source, shapes)
     # What is merged keeps every name, and needs no axis of the layers.
     source.binding.table = table.with_rules([]) if unclear else rules.whole(moments)
     source.files.values["scan_layers"] = stacked
@@ -303,7 +305,8 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
     for name, shape in shapes.items():
         match = re.search(
-            r"\.(?:self_attention|GptOssAttention|attention\.attention)\.(query|key)\.kernel$", name
+            r"\.(?:self_attention(?:_local|_global)?|GptOssAttention|attention\.attention)\.(query|key)\.kernel$",
+            name,
         )
         if match and len(shape) >= 3:
             heads = [n for d, n in enumerate(shape) if d != _layers_of(source, shape, name)][-2:-1]
@@ -386,16 +389,18 @@ def _declare_cycle(
 ) -> None:
     """Declare the places of layers in a cycle, for the number of layers in the config, or of existing layers.
 
-    source: MaxText models/gpt_oss.py (GptOssScannableBlock), models/qwen3.py (Qwen3NextScannableBlock)
+    source: MaxText models/gpt_oss.py (GptOssScannableBlock), models/qwen3.py (Qwen3NextScannableBlock),
+        models/gemma2.py
     """
     stacks: Counter[int] = Counter()
     last: Counter[int] = Counter()
+    joined = cycle.length if cycle.stack is None else 1
     for name, shape in shapes.items():
         match = _OF_CYCLE.match(name)
-        if match is None:
+        if match is None and not (cycle.stack is None and _STACKED.match(name)):
             continue
-        if match[1] is None:
-            last[int(match[2]) + 1] += 1
+        if match is not None and match[1] is None:
+            last[(int(match[2]) + 1) * joined] += 1
         elif axis is not None and shape:
             stacks[cycle.length * shape[place(len(shape) - 1, axis)]] += 1
     count = source.binding.axes.get("L") or _count_layers(stacks or last, axis)
@@ -406,6 +411,19 @@ def _declare_cycle(
         sets |= {name: ("L", []) for name in ("dense", "mtp")}
     source.binding.sets = sets
     source.binding.axes["L"] = count
+
+
+def _declare_query_scalar(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Declare the number whose root divides the scores: the size of a head if no config states another."""
+    if "s" in source.binding.axes:
+        return
+    found: Counter[int] = Counter()
+    for name, shape in shapes.items():
+        if name.endswith((".query.kernel", ".key.kernel", ".value.kernel")):
+            layers = _layers_of(source, shape, name)
+            found.update([n for d, n in enumerate(shape) if d != layers][-1:])
+    if found:
+        source.binding.axes["s"] = found.most_common(1)[0][0]
 
 
 def _declare_delta_sizes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:

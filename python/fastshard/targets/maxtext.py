@@ -18,7 +18,7 @@ from ..layouts import jax_train_states, tables
 from ..layouts.declaration import Source
 from ..layouts.jax_train_states import Cycle, Names, Rules
 from ..layouts.maxtext_names import FILE, default_names
-from ..models import maxtext, maxtext_delta, maxtext_latent, maxtext_windows
+from ..models import maxtext, maxtext_delta, maxtext_gemma, maxtext_latent, maxtext_windows
 from ..models.model import Model
 from .base import Bound, Completed, padded_rows, positive
 from .form import Form
@@ -196,25 +196,35 @@ class MaxTextTarget:
         ]
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
-        """Report queries that the other layout scales by a factor without an exact inverse."""
-        if self.model is None or not maxtext.block_of(self.model).scales_queries:
+        """Report values that the other layout changes by an operation without an exact inverse."""
+        if self.model is None:
             return []
-        return scaled_queries(axes)
+        block = maxtext.block_of(self.model)
+        found: list[Finding] = []
+        if block.scales_queries:
+            found += scaled(
+                "queries", axes.get("s", axes.get("d", 1)), "decoder.layers.self_attention.query.kernel"
+            )
+        if block.is_gemma:
+            found += scaled("embeddings", axes["H"], "token_embedder.embedding")
+            found.append(_rounded("norms are stored plus 1", "may change", "decoder.decoder_norm.scale"))
+        return found
 
 
-def scaled_queries(axes: dict[str, int]) -> list[Finding]:
-    """Return a note if the scale of the queries, 1/sqrt(head_dim), is not a power of two."""
-    d = axes.get("d", 1)
-    if d & (d - 1) == 0 and d.bit_length() % 2:
+def scaled(what: str, under_root: int, tensor: str) -> list[Finding]:
+    """Return a note if the root by which weights are scaled is not a power of two."""
+    if under_root & (under_root - 1) == 0 and under_root.bit_length() % 2:
         return []
-    return [
-        Finding.of(
-            codes.LOSSY,
-            f"queries are scaled by sqrt({d}) and rounded once: converting back changes their last bits",
-            tensor="decoder.layers.self_attention.query.kernel",
-            help="compare with a tolerance of one unit in the last place, or with the op applied",
-        )
-    ]
+    return [_rounded(f"{what} are scaled by sqrt({under_root})", "changes", tensor)]
+
+
+def _rounded(what: str, consequence: str, tensor: str) -> Finding:
+    return Finding.of(
+        codes.LOSSY,
+        f"{what} and rounded once: converting back {consequence} their last bits",
+        tensor=tensor,
+        help="compare with a tolerance of one unit in the last place, or with the op applied",
+    )
 
 
 def _scan(to: str, axis: int | None) -> int | None:
@@ -318,9 +328,17 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     is_own_yml = target.model is None and maxtext.is_maxtext(given)
     gpt3, latent = "fused_qkv" in target.facts, "a" in axes
     family = target.layout.removeprefix("maxtext.")
-    cycle, delta = target.cycle, maxtext.is_delta(family)
+    cycle, delta, gemma = target.cycle, maxtext.is_delta(family), maxtext.is_gemma(family)
+    joined = maxtext.find_joined_layers(family)
     # Settings that decide the model and that nothing states.
     open_: list[str] = []
+    if axes["L"] % joined:
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            f"each of MaxText's layers is {joined} layers of this model, one with a window and one without",
+            expected=f"a number of layers that is a multiple of {joined}",
+            got=str(axes["L"]),
+        )
     if cycle is not None and target.scan is not None and axes["L"] % cycle.length:
         raise FastshardError.of(
             codes.UNSUPPORTED,
@@ -345,7 +363,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "base_num_query_heads": heads,
         "base_num_kv_heads": heads if gpt3 or latent else axes["g"],
         **({} if delta else {"base_mlp_dim": axes["F"]}),
-        "base_num_decoder_layers": axes["L"],
+        "base_num_decoder_layers": axes["L"] // joined,
         **({} if latent else {"head_dim": axes["d"]}),
         "vocab_size": target.vocabulary(axes),
         "scan_layers": target.scan is not None,
@@ -373,6 +391,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             *(maxtext_latent.KEPT if latent or delta else ()),
             *(maxtext_windows.KEPT if maxtext.is_windowed(family) else ()),
             *(maxtext_delta.KEPT if delta else ()),
+            *(maxtext_gemma.KEPT if gemma else ()),
         )
         out |= {key: given[key] for key in kept if given.get(key) is not None}
     if gpt3:
@@ -397,7 +416,9 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             best = given.get("num_experts_per_tok")
             out |= {} if best is None else {"num_experts_per_tok": best}
             open_ += ["num_experts_per_tok"] if best is None else []
-            findings += [maxtext.report_unstated(key, FILE) for key in open_]
+        if gemma:
+            open_ += maxtext_gemma.list_unstated(given if is_own_yml else {}, maxtext.has_local_rope(family))
+        findings += [maxtext.report_unstated(key, FILE) for key in open_]
         rope = maxtext.pairs_of(given, block)
         if rope is not None and not block.has_one_order:
             out |= maxtext.order(target.facts["interleaved"], rope.scaled)
