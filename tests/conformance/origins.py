@@ -489,6 +489,7 @@ ORIGINS: dict[str, Origin] = {
         vocab=250,
     ),
     "maxtext_gemma2": of_maxtext_gemma("gemma2"),
+    "maxtext_gemma3": of_maxtext_gemma("gemma3 cut"),
     "maxtext_gpt3": Origin(
         "MaxText",
         copied(ORBAX / "gpt3_micro_scan_bf16_zarr2"),

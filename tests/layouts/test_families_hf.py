@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig]] = {
         ),
     ),
     "gemma2": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6)),
+    "gemma3": ("hf.gemma3", transformers.Gemma3TextConfig(**SMALL, head_dim=6)),
     "gemma2_biases": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6, attention_bias=True)),
     "gpt_oss": (
         "hf.gpt_oss",
@@ -296,7 +297,7 @@ def test_every_tensor_in_fp8_has_its_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "to"),
     [("qwen2_moe", "maxtext"), ("qwen2_moe", "gpt_neox"), ("deepseek", "gpt_neox")]
-    + [("gemma2", to) for to in ("megatron", "gpt_neox")],
+    + [(name, to) for name in ("gemma2", "gemma3") for to in ("megatron", "gpt_neox")],
 )
 def test_no_other_framework_is_told_what_is_not_known(name: str, to: str, tmp_path: Path) -> None:
     """A table says where tensors lie, not what is computed of them."""

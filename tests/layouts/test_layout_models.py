@@ -54,10 +54,11 @@ def test_a_section_is_of_a_class_of_transformers(kind: str) -> None:
     made = getattr(transformers, of.architecture)
     assert made.config_class is type(config)
     stated = config.to_dict()
-    stated |= stated.get("rope_parameters") or {}
+    ropes = stated.get("rope_parameters") or {}
+    stated |= ropes | (ropes.get("full_attention") or {})
     # What transformers 5 reads under these names it keeps under others; a head_dim is read wherever it is
     # stated.
-    other = {"rotary_emb_base", "rotary_pct", "num_local_experts", "head_dim"}
+    other = {"rotary_emb_base", "rotary_pct", "num_local_experts", "head_dim", "rope_local_base_freq"}
     # Of layers that it leaves out when it saves.
     other |= {"num_nextn_predict_layers"}
     assert set(of.keys) - other <= set(stated) | set(type(config).attribute_map)
@@ -98,12 +99,12 @@ def test_what_a_config_leaves_out_means_what_it_does_in_transformers(kind: str) 
 
 def test_every_key_has_a_value() -> None:
     """Of a model that has all that there is."""
-    block = Block(Attention(window=9, indexed=3, scores_cap=50.0), Experts(2))
+    block = Block(Attention(window=9, indexed=3, scores_cap=50.0, divisor=64), Experts(2))
     rope = Rope(10_000)
     model = Model(
         "somewhere", "llama", eps=1e-5, rope=rope, max_positions=64, blocks=(block,), logits_cap=30.0
     )
-    axes = dict.fromkeys([*"VHFLgrdEQKMSCkus", "nope", "rope", "vd", "kd", "ud", "ih", "ic", "ix"], 2)
+    axes = dict.fromkeys([*"VHFLgrdEQKMSCku", "nope", "rope", "vd", "kd", "ud", "ih", "ic", "ix"], 2)
     for key in KEYS:
         of = replace(CLASSES["llama"], keys=[key])
         config, _ = huggingface.write(model, of, axes, "config.json")

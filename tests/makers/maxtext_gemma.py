@@ -39,19 +39,33 @@ SIZES: dict[str, Any] = {
 }
 #: Scores are divided as MaxText's gemma2-27b and gemma3-27b do it.
 _WIDTH = {"query_pre_attn_scalar": 16, "num_key_value_heads": 4}
+#: As Gemma 3 has them, for shorter texts.
+_ROPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 2000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_PLAIN: dict[str, Any] = {kind: {"rope_type": "default", "rope_theta": 1000.0} for kind in _ROPES}
 _CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 #: Settings of tiny models by kind.
 KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 4, **_CAPS},
     "gemma2 wide": {"num_hidden_layers": 2, **_CAPS, **_WIDTH, "attn_logit_softcapping": None},
+    # Two full cycles; one and a part of the next; and a part of one.
+    "gemma3": {"num_hidden_layers": 12, "rope_parameters": _ROPES},
+    "gemma3 cut": {"num_hidden_layers": 8, "rope_parameters": _ROPES, **_WIDTH},
+    "gemma3 short": {"num_hidden_layers": 5, "final_logit_softcapping": 2.0, "rope_parameters": _PLAIN},
 }
+PAIR, CYCLE = 2, 6
 
 
 def model(kind: str, **changes: Any) -> Any:
     """A model whose parameters all differ from what they begin with. Norms plus 1 are exact in bfloat16."""
     torch.manual_seed(5)
-    config = transformers.Gemma2Config(**SIZES | KINDS[kind] | changes)
-    made = transformers.Gemma2ForCausalLM(config).eval()
+    settings = SIZES | KINDS[kind] | changes
+    if kind.startswith("gemma2"):
+        made: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings)).eval()
+    else:
+        made = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings)).eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             values = torch.randn_like(parameter) * 0.3
@@ -75,6 +89,10 @@ _NAMES = {
     "mlp_.wi_1.kernel": "mlp.up_proj",
     "mlp_.wo.kernel": "mlp.down_proj",
 }
+_QK_NORMS = {
+    "self_attention_.query_norm.scale": "self_attn.q_norm",
+    "self_attention_.key_norm.scale": "self_attn.k_norm",
+}
 
 
 def _layer(hf: Tree, config: Any, layer: int) -> Tree:
@@ -87,15 +105,16 @@ def _layer(hf: Tree, config: Any, layer: int) -> Tree:
         "value": (hidden, groups, d),
         "out": (heads, d, hidden),
     }
+    is_2 = config.model_type == "gemma2"
     out = {}
-    for own, theirs in _NAMES.items():
+    for own, theirs in (_NAMES if is_2 else _NAMES | _QK_NORMS).items():
         array = hf[f"model.layers.{layer}.{theirs}.weight"]
         if own.endswith(".scale"):
             out[own] = array + array.dtype.type(1.0)
             continue
         module = own.split(".")[1]
         out[own] = array.T.reshape(shapes[module]) if module in shapes else array.T
-        if module == "query":
+        if module == "query" and is_2:
             # param_mapping.py takes head_dim, also for gemma2-27b, whose standalone script takes this number.
             out[own] = scaled(out[own], 1 / np.sqrt(config.query_pre_attn_scalar))
     return out
@@ -120,15 +139,39 @@ def arrange(hf: Tree, config: Any, scan: int | None) -> Tree:
         "decoder.decoder_norm.scale": hf["model.norm.weight"] + hf["model.norm.weight"].dtype.type(1.0),
     }
     layers = [_layer(hf, config, n) for n in range(config.num_hidden_layers)]
+    if config.model_type != "gemma2":
+        layers = [{name.replace("_.", "."): array for name, array in layer.items()} for layer in layers]
+        return _with_prefix(out | _arrange_cycles(layers, scan))
     for name in layers[0]:
         for place, end in enumerate(("_local", "_global")):
             own = name.replace("_.", f"{end}.")
-            of_place = [layer[name] for layer in layers[place::2]]
+            of_place = [layer[name] for layer in layers[place::PAIR]]
             if scan is None:
                 out |= {f"decoder.layers_{n}.{own}": array for n, array in enumerate(of_place)}
             else:
                 out[f"decoder.layers.{own}"] = _stack(of_place, scan)
-    return {f"params.params.{name}": np.ascontiguousarray(array) for name, array in out.items()}
+    return _with_prefix(out)
+
+
+def _arrange_cycles(layers: list[Tree], scan: int | None) -> Tree:
+    """Layers of a cycle, each place a stack, and those after the last full cycle apart."""
+    if scan is None:
+        return {
+            f"decoder.layers_{n}.{name}": a for n, layer in enumerate(layers) for name, a in layer.items()
+        }
+    end = len(layers) - len(layers) % CYCLE
+    out: Tree = {}
+    for name in layers[0]:
+        for place in range(CYCLE if end else 0):
+            stack = _stack([layer[name] for layer in layers[place:end:CYCLE]], scan)
+            out[f"decoder.layers.layers_{place}.{name}"] = stack
+        for n, layer in enumerate(layers[end:]):
+            out[f"decoder.layers_remainder.layers_{n}.{name}"] = layer[name]
+    return out
+
+
+def _with_prefix(tree: Tree) -> Tree:
+    return {f"params.params.{name}": np.ascontiguousarray(array) for name, array in tree.items()}
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
@@ -162,39 +205,65 @@ class _Arrays:
         if layer is None:
             self.used.add(own)
             return self.arrays[own]
-        number, end = layer // 2, ("_local", "_global")[layer % 2]
-        own = own.replace("_.", f"{end}.")
-        if self.yml["scan_layers"]:
-            stack = self.get(f"decoder.layers.{own}")
-            axis = min(self.yml["param_scan_axis"], stack.ndim - 1)
-            assert stack.shape[axis] == count
-            return stack.select(axis, number)
-        return self.get(f"decoder.layers_{number}.{own}")
+        if self.yml["decoder_block"] == "gemma2":
+            number, end = layer // PAIR, ("_local", "_global")[layer % PAIR]
+            own = own.replace("_.", f"{end}.")
+            if self.yml["scan_layers"]:
+                return self._select(f"decoder.layers.{own}", number, count)
+            return self.get(f"decoder.layers_{number}.{own}")
+        own = own.replace("_.", ".")
+        if not self.yml["scan_layers"]:
+            return self.get(f"decoder.layers_{layer}.{own}")
+        cycle, place = divmod(layer, CYCLE)
+        if cycle < count // CYCLE:
+            return self._select(f"decoder.layers.layers_{place}.{own}", cycle, count // CYCLE)
+        return self.get(f"decoder.layers_remainder.layers_{place}.{own}")
+
+    def _select(self, name: str, number: int, count: int) -> torch.Tensor:
+        stack = self.get(name)
+        axis = min(self.yml["param_scan_axis"], stack.ndim - 1)
+        assert stack.shape[axis] == count
+        return stack.select(axis, number)
 
 
 def compute(tree: Tree, yml: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """Logits of MaxText for a tree that it restores and the yml that it is run with."""
     held = _Arrays(tree, yml)
     get = held.get
-    assert yml["decoder_block"] == "gemma2" and yml["mlp_activations"] == ["gelu", "linear"]
+    is_2 = yml["decoder_block"] == "gemma2"
+    assert (is_2 or yml["decoder_block"] == "gemma3") and yml["mlp_activations"] == ["gelu", "linear"]
     assert yml["use_post_attn_norm"] and yml["use_post_ffw_norm"] and yml["rope_type"] == "default"
-    count = yml["base_num_decoder_layers"] * 2
+    count = yml["base_num_decoder_layers"] * (PAIR if is_2 else 1)
     # The norms of layers are made without an epsilon, and have the class's own.
     own_eps, eps = 1e-6, float(yml["normalization_layer_epsilon"])
-    base = float(yml["rope_max_timescale"])
+    base, factor = float(yml["rope_max_timescale"]), yml.get("rope_linear_scaling_factor", 1.0)
+    local_base = yml.get("local_rope_max_timescale", -1)
+    local_base = float(local_base) if local_base > 0 else base
+    scale, d = 1.0, yml["head_dim"]
+    if not is_2:
+        # get_query_pre_attn_scalar
+        width = yml["base_emb_dim"] // yml["base_num_query_heads"]
+        numbers = {"gemma3-4b": d, "gemma3-12b": d, "gemma3-27b": width}
+        scale = numbers[yml["model_name"]] ** -0.5
     x = get("token_embedder.embedding")[tokens]
     length = tokens.shape[1]
     causal = torch.full((length, length), float("-inf")).triu(1)
     # A token sees those whose column is beyond its row less the window.
     local = causal + torch.full((length, length), float("-inf")).tril(-yml["sliding_window_size"])
     for i in range(count):
-        is_global = i % 2 == 1
+        is_global = i % PAIR == PAIR - 1 if is_2 else i % CYCLE == CYCLE - 1
         y = _norm(x, get("pre_self_attention_norm_.scale", i), own_eps)
         q, k, v = (
             torch.einsum("bsh,hnd->bsnd", y, get(f"self_attention_.{name}.kernel", i))
             for name in ("query", "key", "value")
         )
-        q, k = _rotate(q, base, 1.0), _rotate(k, base, 1.0)
+        if not is_2:
+            # Unlike the layers' norms, these are made with the epsilon of the yml.
+            q = _norm(q, get("self_attention_.query_norm.scale", i), eps)
+            k = _norm(k, get("self_attention_.key_norm.scale", i), eps)
+        # init_rotary_embedding: under the names of Gemma 3, local layers are not scaled.
+        rope = (base, factor) if is_global else (local_base, factor if is_2 else 1.0)
+        q, k = _rotate(q, *rope) * scale, _rotate(k, *rope)
         k, v = (a.repeat_interleave(q.shape[2] // a.shape[2], 2) for a in (k, v))
         scores = _cap(torch.einsum("bsnd,btnd->bnst", q, k), yml.get("attn_logits_soft_cap", 0.0))
         weights = (scores + (causal if is_global else local)).softmax(-1)
@@ -236,19 +305,28 @@ def yml_of(config: Any, **more: Any) -> dict[str, Any]:
         "base_num_kv_heads": config.num_key_value_heads,
         "base_mlp_dim": config.intermediate_size,
         # Each layer of MaxText is one with a window and one without.
-        "base_num_decoder_layers": config.num_hidden_layers // 2,
+        "base_num_decoder_layers": config.num_hidden_layers // (PAIR if config.model_type == "gemma2" else 1),
         "head_dim": config.head_dim,
         "mlp_activations": ["gelu", "linear"],
         "vocab_size": config.vocab_size,
-        "decoder_block": "gemma2",
+        "decoder_block": config.model_type.removesuffix("_text"),
         "normalization_layer_epsilon": config.rms_norm_eps,
         "logits_via_embedding": config.tie_word_embeddings,
         "final_logits_soft_cap": config.final_logit_softcapping or 0.0,
-        "attn_logits_soft_cap": config.attn_logit_softcapping or 0.0,
         "sliding_window_size": config.sliding_window,
         "use_post_attn_norm": True,
         "use_post_ffw_norm": True,
         "rope_max_timescale": 10_000,
+    }
+    if config.model_type == "gemma2":
+        return out | {"attn_logits_soft_cap": config.attn_logit_softcapping or 0.0} | more
+    others, local = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    is_wide = config.query_pre_attn_scalar != config.head_dim
+    out |= {
+        "model_name": "gemma3-27b" if is_wide else "gemma3-4b",
+        "rope_max_timescale": int(others["rope_theta"]),
+        "local_rope_max_timescale": int(local["rope_theta"]),
+        "rope_linear_scaling_factor": others.get("factor", 1.0),
     }
     return out | more
 

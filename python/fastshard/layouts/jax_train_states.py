@@ -9,7 +9,7 @@ from typing import Literal
 
 from .._core import Rule, Table
 from ..common.errors import FastshardError
-from ..common.records import dataclass, field
+from ..common.records import dataclass, field, replace
 from ..common.regex import compile_when_used
 
 #: How a table treats state that is not a weight: it has rules for it, has none, or has rules that omit it.
@@ -45,6 +45,14 @@ class Cycle:
     stack: str | None
     #: Places of the layers of a set, by the set's name. Other sets have all places.
     places: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: Name of a layer after the last full cycle, with its number after it in braces; None if there are none.
+    remainder: str | None = None
+    #: False if there is no full cycle.
+    is_full: bool = True
+
+    def of_layers(self, count: int) -> Cycle:
+        """Return the cycle for a number of layers, which may be too few for a stack."""
+        return replace(self, is_full=self.remainder is None or count >= self.length)
 
     def list_places(self, of: str | None) -> Sequence[int]:
         """List the places of the layers of a set; all places for None."""
@@ -58,10 +66,11 @@ class Cycle:
         """
         sets = {} if self.stack is None else {f"cycle_{place}": [place] for place in range(self.length)}
         sets |= {name: list(places) for name, places in self.places.items()}
-        return {
-            name: ("L", [n for n in range(count) if n % self.length in places])
-            for name, places in sets.items()
+        end = count if self.remainder is None else count - count % self.length
+        found = {
+            name: ("L", [n for n in range(end) if n % self.length in places]) for name, places in sets.items()
         }
+        return found if self.remainder is None else found | {"remainder": ("L", list(range(end, count)))}
 
 
 @dataclass(frozen=True)
@@ -150,12 +159,16 @@ def stack_layers(rule: Rule, axis: int, cycle: Cycle | None = None) -> list[Rule
     if (of := _OF_SET.search(rule.name)) is not None:
         return [rule.stacked(f"L in {of[1]}", at).renamed(rule.name.replace(of[0], ""))]
     if cycle is not None and cycle.stack is not None and (of := _OF_CYCLE.search(rule.name)) is not None:
-        return [
+        stacks = [
             rule.stacked(f"L in cycle_{n}", at).renamed(
                 rule.name.replace(of[0], f"layers.{cycle.stack.format(n)}")
             )
             for n in cycle.list_places(of[1])
+            if cycle.is_full
         ]
+        if cycle.remainder is None:
+            return stacks
+        return [*stacks, rule.renamed(rule.name.replace(of[0], cycle.remainder.format("{L of remainder}")))]
     if _LAYERS not in rule.name:
         return [rule]
     return [rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))]

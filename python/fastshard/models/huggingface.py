@@ -46,6 +46,7 @@ _WORDS = {
     "window": "sliding_window",
     "rope.scaling": "rope_scaling",
     "experts.normalised": "norm_topk_prob",
+    "divisor": "query_pre_attn_scalar",
     "scores_cap": "attn_logit_softcapping",
     "logits_cap": "final_logit_softcapping",
     "local_rope": "rotary embedding of sliding_attention",
@@ -69,6 +70,7 @@ def _says(of: ModelClass) -> Says:
         window=of.window in ("all", "named", "set"),
         windowed_layers="any" if of.window == "set" else "all",
         local_rope=of.local_rope,
+        divisor=of.having("query_pre_attn_scalar"),
         scores_cap=of.having("attn_logit_softcapping"),
         logits_cap=of.having("final_logit_softcapping"),
         scaled_embedding=(of.scaled_embedding,),
@@ -168,7 +170,6 @@ def _sizes(axes: Mapping[str, int], further_layers: int = 0) -> dict[str, int]:
         "shared_expert_intermediate_size": axes.get("S"),
         "index_n_heads": axes.get("ih"),
         "index_head_dim": 2 * axes["ic"] + axes["ix"] if "ix" in axes else None,
-        "query_pre_attn_scalar": axes.get("s"),
         "linear_conv_kernel_dim": axes.get("C"),
         "linear_key_head_dim": axes.get("kd"),
         "linear_value_head_dim": axes.get("ud"),
@@ -185,7 +186,6 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
     """
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
-    local = next((rope for block in model.blocks if (rope := block.attention.rope)), model.rope)
     values: dict[str, Any] = _sizes(axes, model.further_layers) | {
         "hidden_act": model.activation,
         "tie_word_embeddings": model.tied,
@@ -201,9 +201,10 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
         "use_parallel_residual": model.parallel,
         "attention_bias": model.biases[0],
         "mlp_bias": model.biases[2],
+        "query_pre_attn_scalar": model.attention.divisor,
         "attn_logit_softcapping": model.attention.scores_cap,
         "final_logit_softcapping": model.logits_cap,
-        "rope_local_base_freq": _whole(local.base),
+        "rope_local_base_freq": _whole(model.local_rope.base),
         "rope_scaling": {**model.rope.scaling, "rope_type": model.rope.kind} if scaled else None,
     }
     if (experts := model.experts) is not None:
@@ -425,6 +426,9 @@ def _blocks(
         latent_queries=of.latent and facts.get("q_lora", False),
         output_gate=of.output_gate,
         sinks=of.sinks,
+        divisor=whole_number(config, "query_pre_attn_scalar", 1)
+        if of.having("query_pre_attn_scalar")
+        else None,
         scores_cap=_read_cap(config, of, "attn_logit_softcapping"),
         indexed=whole_number(config, "index_topk", 1) if of.indexed else None,
     )

@@ -251,10 +251,20 @@ _GEMMA2 = replace(
     fixed=(),
     window=True,
     windowed_layers="even",
+    divisor=True,
     scores_cap=True,
     logits_cap=True,
     scaled_embedding=(True,),
     norms_after=(True,),
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    kind="Gemma 3",
+    families=("gemma3",),
+    scalings=("default", "linear"),
+    windowed_layers="five of six",
+    local_rope=True,
+    qk_norm=(True,),
 )
 #: Blocks that have a table. In MoE blocks, the weights of the selected experts always add up to 1: MaxText
 #: takes the softmax over the selected experts alone, so norm_topk_prob has no effect.
@@ -290,6 +300,13 @@ BLOCKS = (
         {"gemma2": "gemma2"},
         maxtext_gemma.SETTINGS,
         cycle=Cycle(2, None, {"local": [0], "global": [1]}),
+    ),
+    DecoderBlock(
+        "gemma3",
+        _GEMMA3,
+        {"gemma3_text": "gemma3"},
+        maxtext_gemma.SETTINGS,
+        cycle=Cycle(6, "layers_{}", remainder="layers_remainder.layers_{}"),
     ),
     DecoderBlock(
         "qwen3_next",

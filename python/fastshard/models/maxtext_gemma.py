@@ -99,7 +99,8 @@ def list_blocks(
     config: Mapping[str, Any], evidence: Evidence, attention: Attention, local_rope: Rope | None, cycle: int
 ) -> tuple[Block, ...]:
     """Return the kinds of layers: those with a window (all in a cycle but the last), and the others."""
-    block = Block(replace(attention, scores_cap=read_cap(config, SCORES_CAP)))
+    cap, divisor = read_cap(config, SCORES_CAP), evidence.axes.get("s")
+    block = Block(replace(attention, scores_cap=cap, divisor=divisor))
     window = whole_number(config, "sliding_window_size", 1)
     count = evidence.axes.get("L", 0)
     windowed = [layer for layer in range(count) if (layer + 1) % cycle]
@@ -114,10 +115,10 @@ def list_lacks(model: Model) -> list[Lack]:
     if model.logits_cap is not None and not model.tied:
         word = model.word("logits_cap", "cap of logits")
         lacks.append(Lack(word, "none without a tied output layer", f"{model.logits_cap:g}"))
-    local = next((rope for block in model.blocks if (rope := block.attention.rope)), None)
-    if local is not None and local.base is not None and not float(local.base).is_integer():
+    base = model.local_rope.base
+    if base is not None and not float(base).is_integer():
         word = model.word("local_rope", "rotary embedding of layers with a window")
-        lacks.append(Lack(f"{word} (base)", "an integer", f"{local.base!r}"))
+        lacks.append(Lack(f"{word} (base)", "an integer", repr(base)))
     return lacks
 
 
@@ -140,12 +141,12 @@ def write(model: Model, has_local_rope: bool) -> dict[str, Any]:
         "rope_type": "default",
     }
     if has_local_rope:
-        local = next((rope for block in model.blocks if (rope := block.attention.rope)), model.rope)
-        out |= {LOCAL_BASE: int(local.base or 0) or -1, LINEAR: float(model.rope.scaling.get("factor", 1.0))}
+        base, factor = model.local_rope.base, model.rope.scaling.get("factor", 1.0)
+        out |= {LOCAL_BASE: int(base or 0) or -1, LINEAR: float(factor)}
     return out
 
 
-def read_query_scalar(config: Mapping[str, Any], axes: Mapping[str, int], has_local_rope: bool) -> int | None:
+def read_divisor(config: Mapping[str, Any], axes: Mapping[str, int], has_local_rope: bool) -> int | None:
     """Return the number whose root divides the scores, for a yml; None if it is unknown.
 
     A Gemma 2 has the division in its weights, so that any number describes it: the size of a head is taken.
@@ -155,11 +156,11 @@ def read_query_scalar(config: Mapping[str, Any], axes: Mapping[str, int], has_lo
     return axes.get("d")
 
 
-def find_model_name(axes: Mapping[str, int]) -> str | None:
+def find_model_name(divisor: int | None, axes: Mapping[str, int]) -> str | None:
     """Return the model_name under which MaxText divides the scores as the model does; None if none does."""
-    if axes["s"] == axes["d"]:
+    if divisor in (None, axes["d"]):
         return _OF_HEADS[0]
-    return _OF_WIDTH if axes["s"] == axes["H"] // (axes["g"] * axes["r"]) else None
+    return _OF_WIDTH if divisor == axes["H"] // (axes["g"] * axes["r"]) else None
 
 
 def warn_of_name(name: str, file: str) -> Finding:

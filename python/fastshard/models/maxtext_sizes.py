@@ -147,10 +147,10 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         axes["r"] = heads // groups
     if "L" in axes:
         axes["L"] *= find_joined_layers(family)
-    scalar = (
-        maxtext_gemma.read_query_scalar(config, axes, has_local_rope(family)) if is_gemma(family) else None
-    )
-    return axes | ({"s": scalar} if scalar else {})
+    if not is_gemma(family):
+        return axes
+    divisor = maxtext_gemma.read_divisor(config, axes, has_local_rope(family))
+    return axes | ({"s": divisor} if divisor else {})
 
 
 def _axes_of_latent(axes: dict[str, int], have: dict[str, int]) -> dict[str, int]:

@@ -84,6 +84,8 @@ class Attention:
     output_gate: bool = False
     #: True if the softmax of each head counts a trained number as one more score.
     sinks: bool = False
+    #: The number whose root divides the scores; None for the size of a head.
+    divisor: int | None = None
     #: The number at which tanh caps the scores; None if they have no cap.
     scores_cap: float | None = None
     #: Its rotary embedding; None if it is the model's.
@@ -220,6 +222,11 @@ class Model:
             return None
         windowed = (block.layers or () for block in blocks if block.attention.window is not None)
         return tuple(sorted(layer for layers in windowed for layer in layers))
+
+    @property
+    def local_rope(self) -> Rope:
+        """The rotary embedding of layers with a window."""
+        return next((rope for block in self.blocks if (rope := block.attention.rope)), self.rope)
 
     @property
     def attention(self) -> Attention:

@@ -64,6 +64,8 @@ class Says:
     windowed_layers: str = "all"
     #: True if layers with a window may have their own rotary embedding, which is never scaled.
     local_rope: bool = False
+    #: True if the root of another number than the size of a head may divide the scores.
+    divisor: bool = False
     #: Whether tanh may cap scores, and logits.
     scores_cap: bool = False
     logits_cap: bool = False
@@ -194,11 +196,14 @@ class Says:
             yield Lack(model.word("biases", "set of biases"), expected, _places(block.biases))
         if attention.window is not None and not self.window:
             yield Lack(model.word("window", "sliding window"), "none", str(attention.window))
+        if attention.divisor is not None and not self.divisor:
+            word = model.word("divisor", "number whose root divides the scores")
+            yield Lack(word, "the size of a head", str(attention.divisor))
         if attention.scores_cap is not None and not self.scores_cap:
             yield Lack(model.word("scores_cap", "cap of scores"), "none", f"{attention.scores_cap:g}")
         word = model.word("local_rope", "rotary embedding of layers with a window")
         if attention.rope is not None and not self.local_rope:
-            yield Lack(word, "that of other layers", f"another, with base {attention.rope.base:g}")
+            yield Lack(word, "that of other layers", f"another, with base {attention.rope.base}")
         elif self.local_rope and attention.window is not None:
             kind = (attention.rope or model.rope).kind
             if kind != "default":

@@ -24,7 +24,17 @@ from ..models.config_fields import flag, integer
 from ..models.model import unstated
 
 #: Families in the order in which they are tried.
-FAMILIES = ("llama", "gpt3", "mixtral", "qwen_moe", "deepseek_v3", "gpt_oss", "gemma2", "qwen3_next")
+FAMILIES = (
+    "llama",
+    "gpt3",
+    "mixtral",
+    "qwen_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "gemma2",
+    "gemma3",
+    "qwen3_next",
+)
 #: Possible axes of layers in a scan, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 #: A stack of layers: of all layers, or of one kind with its own numbers.
@@ -34,6 +44,8 @@ _OF_KIND = re.compile(r"decoder\.([a-z]+)_layers(?:_(\d{1,9}))?\.")
 #: A tensor of a layer in a cycle of different layers: the stack's place in the cycle or the layer's number,
 #: and the name within the layer.
 _OF_CYCLE = re.compile(r"decoder\.(layers\.)?layers?_(\d{1,9})\.(.*)")
+#: A tensor of a layer after the last full cycle of a scan, and the layer's number after it.
+_OF_REMAINDER = re.compile(r"decoder\.layers_remainder\.layers_(\d{1,9})\.")
 #: Names within a layer that only attention with heads has, and names that only a delta net has.
 _OF_FULL, _OF_DELTA = "attention.attention.", ("attention.in_proj_", "attention.conv1d.", "attention.A_log")
 #: Maximum number of tensors named in findings.
@@ -73,7 +85,7 @@ def describe(
     shapes = {
         name.removeprefix(root): tuple(shape) for name, (_, shape) in arrays.items() if name.startswith(root)
     }
-    stacked = any(map(_STACKED.match, shapes))
+    stacked = any(_STACKED.match(name) or _OF_REMAINDER.match(name) for name in shapes)
     source.framework, source.binding.pass_unknown = "MaxText", True
     source.tensor_findings += _find_repeated(tree)
     if tree.factors and not shapes:
@@ -105,6 +117,9 @@ def describe(
         # The last layer of each cycle has attention, so a checkpoint without any has lost it.
         misfit = unstated(maxtext_delta.CYCLE, "", "no layer has attention, and it is not stated")
     cycle = maxtext.find_cycle(family, cycle_length)
+    if cycle is not None and cycle.remainder is not None and stacked:
+        has_stacks = any(map(_STACKED.match, shapes))
+        cycle = cycle.of_layers(source.binding.axes.get("L", cycle.length if has_stacks else 0))
     if cycle is not None and misfit:
         source.findings.append(misfit)
     axis, unclear = (
@@ -124,7 +139,7 @@ def describe(
     if maxtext.is_delta(family):
         _declare_delta_sizes(source, shapes)
     if maxtext.is_gemma(family):
-        _declare_query_scalar(source, shapes)
+        _declare_divisor(source, shapes)
     # What is merged keeps every name, and needs no axis of the layers.
     source.binding.table = table.with_rules([]) if unclear else rules.whole(moments)
     source.files.values["scan_layers"] = stacked
@@ -390,7 +405,7 @@ def _declare_cycle(
     """Declare the places of layers in a cycle, for the number of layers in the config, or of existing layers.
 
     source: MaxText models/gpt_oss.py (GptOssScannableBlock), models/qwen3.py (Qwen3NextScannableBlock),
-        models/gemma2.py
+        models/gemma2.py, layers/decoders.py (_apply_gemma3_scanned_blocks)
     """
     stacks: Counter[int] = Counter()
     last: Counter[int] = Counter()
@@ -403,7 +418,9 @@ def _declare_cycle(
             last[(int(match[2]) + 1) * joined] += 1
         elif axis is not None and shape:
             stacks[cycle.length * shape[place(len(shape) - 1, axis)]] += 1
-    count = source.binding.axes.get("L") or _count_layers(stacks or last, axis)
+    numbers = [int(match[1]) + 1 for name in shapes if (match := _OF_REMAINDER.match(name))]
+    seen = _count_layers(stacks or last, axis) + max(numbers, default=0)
+    count = source.binding.axes.get("L") or seen
     sets = cycle.list_sets(count)
     if "main" in sets:
         # As other tables call them: every layer has experts, and none predicts further tokens.
@@ -413,7 +430,7 @@ def _declare_cycle(
     source.binding.axes["L"] = count
 
 
-def _declare_query_scalar(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _declare_divisor(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Declare the number whose root divides the scores: the size of a head if no config states another."""
     if "s" in source.binding.axes:
         return

@@ -110,6 +110,7 @@ class MaxTextTarget:
             cycle, layers = rules.cycle, source.binding.axes.get("L", 0)
         else:
             cycle, layers = _find_cycle(model) if model is not None else (None, 0)
+        cycle = None if cycle is None else cycle.of_layers(layers)
         if scan is not None and cycle is not None and cycle.length > maxtext_delta.LONGEST_CYCLE:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
@@ -339,7 +340,8 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
             expected=f"a number of layers that is a multiple of {joined}",
             got=str(axes["L"]),
         )
-    if cycle is not None and target.scan is not None and axes["L"] % cycle.length:
+    is_cut = cycle is not None and cycle.remainder is None and axes["L"] % cycle.length != 0
+    if cycle is not None and target.scan is not None and is_cut:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             f"MaxText scans cycles of {cycle.length} different layers, but the number of layers is no "
@@ -425,7 +427,29 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     else:
         told, findings = maxtext.DIALECT.write(target.model, target.facts["interleaved"], tied, FILE)
         out |= told
+        if maxtext.has_local_rope(family):
+            out["model_name"] = name = _find_model_name(target.model, axes)
+            findings.append(maxtext_gemma.warn_of_name(name, FILE))
     return out, findings
+
+
+def _find_model_name(model: Model, axes: dict[str, int]) -> str:
+    """Return the model_name under which MaxText divides the scores of a model as the model does.
+
+    Raises:
+        FastshardError: ``FS514`` if there is none.
+    """
+    divisor = model.attention.divisor
+    name = maxtext_gemma.find_model_name(divisor, axes)
+    if name is None:
+        width = axes["H"] // (axes["g"] * axes["r"])
+        raise FastshardError.of(
+            codes.UNSUPPORTED,
+            "MaxText has no Gemma 3 model with this query_pre_attn_scalar",
+            expected=f"{axes['d']} (head_dim) or {width} (hidden_size / num_attention_heads)",
+            got=str(divisor),
+        )
+    return name
 
 
 def _dump(config: dict[str, Any]) -> str:
