@@ -254,6 +254,23 @@ def test_what_decides_values_is_not_guessed(kind: str, key: str, tmp_path: Path)
     assert sum(key in f.message for f in findings) == 1
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_a_yml_without_sizes_says_enough(kind: str, tmp_path: Path) -> None:
+    want = files(kind)[2]
+    sizes = dict.fromkeys(("head_dim", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"))
+    converted(checkpoint(kind, tmp_path / "run", **sizes), tmp_path / "out", "hf")
+    assert torch.equal(moe_maker.load_logits(tmp_path / "out"), want)
+
+
+@pytest.mark.parametrize("key", ["base_emb_dim", "base_num_query_heads", "base_num_kv_heads"])
+def test_a_division_by_the_width_needs_its_sizes(key: str, tmp_path: Path) -> None:
+    """The scores are divided as under the name gemma3-27b."""
+    source = checkpoint("gemma3 cut", tmp_path / "run", **{key: None})
+    with pytest.raises(FastshardError) as error:
+        convert(source, tmp_path / "out", to="hf")
+    assert [(f.code, key in f.message) for f in error.value.findings] == [("FS209", True)]
+
+
 _OF_BOTH: list[dict[str, Any]] = [
     {"use_post_attn_norm": None},
     {"use_post_ffw_norm": False},

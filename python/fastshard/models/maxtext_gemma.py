@@ -47,6 +47,8 @@ LINEAR = "rope_linear_scaling_factor"
 #: source: MaxText models/gemma3.py (get_query_pre_attn_scalar)
 _OF_HEADS, _OF_WIDTH = ("gemma3-4b", "gemma3-12b"), "gemma3-27b"
 NAMES = (*_OF_HEADS, _OF_WIDTH)
+#: The sizes on which the division under the latter name depends.
+_WIDTH = ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads")
 #: Settings besides sizes that stay unchanged when a yml is made from another yml.
 KEPT = ("model_name", "sliding_window_size", LOCAL_BASE, "use_post_attn_norm", "use_post_ffw_norm")
 
@@ -100,6 +102,8 @@ def list_blocks(
 ) -> tuple[Block, ...]:
     """Return the kinds of layers: those with a window (all in a cycle but the last), and the others."""
     cap, divisor = read_cap(config, SCORES_CAP), evidence.axes.get("s")
+    if divisor is None and depends_on_width(config):
+        raise error_for([unstated(key, "") for key in _WIDTH if _is_unstated(config, key)])
     block = Block(replace(attention, scores_cap=cap, divisor=divisor))
     window = whole_number(config, "sliding_window_size", 1)
     count = evidence.axes.get("L", 0)
@@ -151,9 +155,18 @@ def read_divisor(config: Mapping[str, Any], axes: Mapping[str, int], has_local_r
 
     A Gemma 2 has the division in its weights, so that any number describes it: the size of a head is taken.
     """
-    if has_local_rope and config.get("model_name") == _OF_WIDTH:
+    if has_local_rope and depends_on_width(config):
         return axes["H"] // (axes["g"] * axes["r"]) if {"H", "g", "r"} <= axes.keys() else None
     return axes.get("d")
+
+
+def depends_on_width(config: Mapping[str, Any]) -> bool:
+    """Return True if the root of emb_dim / heads divides the scores under the ``model_name`` of a yml."""
+    return config.get("model_name") == _OF_WIDTH
+
+
+def _is_unstated(config: Mapping[str, Any], key: str) -> bool:
+    return config.get(key) is None and config.get(key.removeprefix("base_")) is None
 
 
 def find_model_name(divisor: int | None, axes: Mapping[str, int]) -> str | None:

@@ -19,7 +19,7 @@ from ..layouts.declaration import Description, Optimizer, Source
 from ..layouts.jax_train_states import Cycle, Rules, place, stack_layers
 from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
 from ..layouts.nnx_names import NnxNames
-from ..models import config_json, maxtext, maxtext_delta, maxtext_sizes
+from ..models import config_json, maxtext, maxtext_delta, maxtext_gemma, maxtext_sizes
 from ..models.config_fields import flag, integer
 from ..models.model import unstated
 
@@ -139,7 +139,7 @@ def describe(
     if maxtext.is_delta(family):
         _declare_delta_sizes(source, shapes)
     if maxtext.is_gemma(family):
-        _declare_divisor(source, shapes)
+        _declare_divisor(source, shapes, config or {})
     # What is merged keeps every name, and needs no axis of the layers.
     source.binding.table = table.with_rules([]) if unclear else rules.whole(moments)
     source.files.values["scan_layers"] = stacked
@@ -430,9 +430,11 @@ def _declare_cycle(
     source.binding.axes["L"] = count
 
 
-def _declare_divisor(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _declare_divisor(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> None:
     """Declare the number whose root divides the scores: the size of a head if no config states another."""
-    if "s" in source.binding.axes:
+    if "s" in source.binding.axes or maxtext_gemma.depends_on_width(config):
         return
     found: Counter[int] = Counter()
     for name, shape in shapes.items():
