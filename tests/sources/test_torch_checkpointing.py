@@ -265,6 +265,18 @@ def test_copies_that_differ(saved: Path, tmp_path: Path) -> None:
         refused(saved, tmp_path, "FS302")
 
 
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (2, 3)])
+def test_a_copied_rank_file_is_found_though_ranks_hold_the_same_norms(
+    pair: tuple[int, int], local: Path, tmp_path: Path
+) -> None:
+    """Of norms, which all ranks of a group hold alike, one rank's alone is read."""
+    source, copied = pair
+    shutil.copy(rank_file(local, source), rank_file(local, copied))
+    ran = cli("verify", local)
+    assert ran.code == 1 and ran.having("FS303"), ran.out
+    assert f"model_{copied}.safetensors" in ran.out
+
+
 def test_a_plain_tensor_may_be_on_one_rank_alone(local: Path, tmp_path: Path) -> None:
     (local / "config.json").unlink()
     for rank in (0, 1, 3):
