@@ -161,6 +161,24 @@ def test_a_missing_file_is_found_in_a_bucket_and_by_its_hash(server: S3Server, t
     assert several.code == 3 and f"s3://two/b/iter_0000010/{LOST}" in several.out
 
 
+def test_settings_reach_the_store_of_a_manifest(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without variables of the environment, the call alone has the credentials."""
+    fastshard.manifest(MEGATRON, tmp_path / "manifest.json")
+    server.make_bucket("manifests", {"run.json": (tmp_path / "manifest.json").read_bytes()})
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    settings = {
+        "endpoint": server.url,
+        "access_key_id": ACCESS_KEY,
+        "secret_access_key": SECRET_KEY,
+        "region": REGION,
+    }
+    verdict = fastshard.verify(MEGATRON, expect="s3://manifests/run.json", storage_options=settings)
+    assert verdict.ok
+
+
 def test_a_statement_about_a_result_in_a_bucket_is_that_of_a_disk(server: S3Server, tmp_path: Path) -> None:
     fastshard.convert(MEGATRON, tmp_path / "model", to="hf")
     here = fastshard.attest(tmp_path / "model", tmp_path / "here.json")

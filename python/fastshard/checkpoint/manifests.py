@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import codes, json_text, memory_budget, safe_files
-from ..common.addresses import is_address
+from ..common.addresses import check_settings, is_address
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
@@ -239,8 +239,16 @@ def compare_taken(taken: TakenTensors, run: RunOptions, progress: ProgressCallba
     return [one.replace(message=f"the model {taken.path} (--fill-from): {one.message}") for one in found]
 
 
-def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
-    """Determine whether ``--expect`` names a manifest or a config."""
+def expected_by(expect: StrPath | Mapping[str, Any] | None, storage_options: object = None) -> Expected:
+    """Determine whether ``--expect`` names a manifest or a config.
+
+    Args:
+        expect: the option's value.
+        storage_options: settings of the store that an address names.
+
+    Raises:
+        FastshardError: ``FS515`` for settings that are not texts by name; errors of the store.
+    """
     if expect is None:
         return Expected()
     if isinstance(expect, Mapping):
@@ -248,7 +256,7 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
     if is_address(expect):
         from ..stores.placeholders import find_local_paths
 
-        (expect,), _ = find_local_paths([expect])
+        (expect,), _ = find_local_paths([expect], check_settings(storage_options))
     path = Path(expect)
     if path.is_dir():
         path = path / MANIFEST_NAME

@@ -467,7 +467,7 @@ def planned(
     The arguments are those of :func:`convert`.
     """
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
-    expected = expected_by(expect)
+    expected = expected_by(expect, options.get("storage_options"))
     opening = expected.opening(
         {k: v for k, v in options.items() if k not in PLANNING | table(Comparing).keys()}
     )

@@ -122,7 +122,7 @@ def find(
     """
     settings = check_settings(opening.get("storage_options"))
     folders = [_find_folder(folder, settings) for folder in within]
-    expected = expected_by(expect)
+    expected = expected_by(expect, settings)
     roots, findings = _read_findings(source, expected.opening(dict(opening)), expected.manifest)
     manifest = expected.manifest or find_manifest(roots)
     entries = {} if manifest is None else {file["name"]: file for file in read(manifest)["files"]}

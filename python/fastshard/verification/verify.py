@@ -117,7 +117,7 @@ def verify(
         )
     include, exclude = list(include), list(exclude)
     certificates = list(certificates)
-    expected = expected_by(expect)
+    expected = expected_by(expect, opening.get("storage_options"))
     options = expected.opening(dict(opening))
     inside: list[str] = []
     if not isinstance(source, Checkpoint):
