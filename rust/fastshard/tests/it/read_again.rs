@@ -1,6 +1,7 @@
 //! What is laid out is within what is read: by this crate, and by the safetensors library.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use fastshard::files::{self, Placed, Ranked};
 use fastshard::format::safetensors::MAX_HEADER;
@@ -22,7 +23,7 @@ fn output(name: String, dims: usize) -> Output {
 }
 
 fn ranked(names: Vec<String>, ranks: u64) -> Ranked {
-    let at = |rank| BTreeMap::from([("tp".to_string(), rank)]);
+    let at = |rank| Arc::new(BTreeMap::from([("tp".to_string(), rank)]));
     let outputs = |rank| names.iter().map(move |n| (at(rank), output(n.clone(), 1)));
     (0..ranks).flat_map(outputs).collect()
 }
