@@ -100,13 +100,16 @@ def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return one row about the features of training, if the adapter reads them."""
     if not features:
         return []
-    words = [name for name, value in features.items() if value is True]
+    flags = [name for name, value in features.items() if value is True]
+    biases = [name.removesuffix("_bias") for name in flags if name.endswith("_bias")]
+    words = [f"biases of {', '.join(biases)}"] if biases else []
+    words += [name for name in flags if not name.endswith("_bias")]
     words += [
-        f"{name} {value}"
+        f"{name}: {value}"
         for name, value in features.items()
-        if isinstance(value, (str, int)) and value is not True and value is not False
+        if isinstance(value, (str, int)) and not isinstance(value, bool)
     ]
-    rows = [("features", ", ".join(words))]
+    rows = [("features", "; ".join(words))]
     if fp8 := features.get("fp8"):
         rows.append(("fp8 state", ", ".join(f"{k} {v}" for k, v in fp8.items())))
     return rows
