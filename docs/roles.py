@@ -1,5 +1,5 @@
 """For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code;
-examples blocks; options that a function hands on get their meaning."""
+options that a function hands on get their meaning."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from fastshard.common.options import ALL
 if TYPE_CHECKING:
     from griffe import Attribute, GriffeLoader, Object
 
-#: An example in plain text, which Markdown would take for quotations.
-_EXAMPLE = re.compile(r"(?:^>>> .*(?:\n(?:>>>|\.\.\.) .*)*)", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`([~.]?)([\w.]+)`")
 
 
@@ -68,5 +66,4 @@ class Roles(griffe.Extension):
     def on_object(self, *, obj: Object, loader: GriffeLoader, **_: Any) -> None:
         """Called once for each object with all that is known of it."""
         if obj.docstring is not None:
-            text = _ROLE.sub(_linked, obj.docstring.value)
-            obj.docstring.value = _EXAMPLE.sub(lambda example: f"```pycon\n{example[0]}\n```", text)
+            obj.docstring.value = _ROLE.sub(_linked, obj.docstring.value)

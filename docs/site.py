@@ -298,7 +298,24 @@ def names() -> dict[str, str]:
             lines.append(f"| [`fastshard.{name}`]({name}.md) | {_cell(_plain(said))} |")
             pages[f"reference/python/{name}.md"] = _reference(name, value)
         lines.append("")
-    return {"reference/python/index.md": "\n".join(lines), **pages}
+    return {"reference/python/index.md": "\n".join([*lines, *_example_checkpoints()]), **pages}
+
+
+def _example_checkpoints() -> list[str]:
+    """How to make the checkpoints that examples of names read."""
+    program = (ROOT / "docs/example_checkpoints.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
+    return [
+        "## Examples",
+        "",
+        "The examples import `fastshard` and read small checkpoints, which this program makes in the current "
+        "folder:",
+        "",
+        f"```python\n{program}```",
+        "",
+        "`stale`, a run whose fp32 master weights are out of date, is "
+        "`tests/fixtures/stale_masters_zero1_bf16_dp2` in the repository.",
+        "",
+    ]
 
 
 def _reference(name: str, value: Any) -> str:
@@ -311,7 +328,10 @@ def _reference(name: str, value: Any) -> str:
         # Where it is defined: a module may have the name of what it defines.
         path = f"{value.__module__}.{value.__qualname__}"
     lines = [f"---\ntitle: fastshard.{name}\n---", "", f"::: {path}", "    options:"]
-    return "\n".join([*lines, *(f"      {key}: {value}" for key, value in options.items())]) + "\n"
+    lines += [f"      {key}: {value}" for key, value in options.items()]
+    if _kind(name) != "Constants":
+        lines += ["", "[Checkpoints of the examples](index.md#examples)"]
+    return "\n".join(lines) + "\n"
 
 
 def _comment(name: str) -> str:

@@ -138,6 +138,15 @@ class Finding:
 
     ``str()`` is one line, control characters escaped. Texts with lone surrogates, as names of files that are
     no UTF-8 have them, are kept with these as escapes.
+
+    Examples:
+        >>> finding = fastshard.open("lossy").findings[0]
+        >>> finding.code, finding.severity, finding.rank
+        ('FS101', 'error', 'tp 1')
+        >>> print(finding)
+        global_step0/layer_03-model_01-model_states.pt: the file is missing (tp 1)...
+        >>> finding.help
+        'copy layer_03-model_01-model_states.pt from the node that ran tp rank 1'
     """
 
     def __new__(cls, code: str, severity: str, message: str, **fields: Any) -> Finding:

@@ -160,11 +160,12 @@ def blocks_of(text: str, page: str) -> list[Block]:
 
 
 def doctests_of(source: str, page: str) -> list[Block]:
-    """The examples in the docstrings of a module."""
+    """The examples in the docstrings of a module; test_docstring_examples.py runs those of their sections
+    `Examples`."""
     found: list[Block] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node) or ""
+            text = (ast.get_docstring(node) or "").partition("\nExamples:\n")[0]
             if ">>> " in text:
                 found.append(Block(page, node.body[0].lineno, "pycon", text))
     return found

@@ -21,6 +21,15 @@ class Checkpoint(Tensors):
     The mapping contains the tensors that ``fastshard merge`` would write. Values are read only when they are
     requested from a tensor. ``findings`` lists all problems. An incomplete tensor keeps its name, is listed
     in :attr:`incomplete`, and raises :class:`~fastshard.IncompleteError` when it is read.
+
+    Examples:
+        >>> checkpoint = fastshard.open("run")
+        >>> checkpoint
+        <fastshard.Checkpoint GPT-NeoX, step global_step0, tp 2: 40 tensors in 14 files>
+        >>> list(checkpoint)[:2]
+        ['0.word_embeddings.weight', '2.attention.dense.weight']
+        >>> fastshard.open("lossy").incomplete[:2]
+        ['3.attention.dense.bias', '3.attention.dense.weight']
     """
 
     def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:

@@ -26,7 +26,13 @@ __all__ = ["Inspection", "inspect"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """The summary of a checkpoint from its headers."""
+    """The summary of a checkpoint from its headers.
+
+    Examples:
+        >>> inspection = fastshard.inspect("run")
+        >>> inspection.framework, inspection.topology, inspection.parameters
+        ('GPT-NeoX', {'tp': 2}, 70944)
+    """
 
     #: Framework that wrote the checkpoint.
     framework: str
@@ -107,6 +113,12 @@ def inspect(
 
     Raises:
         FastshardError: if there is no checkpoint at the path.
+
+    Examples:
+        >>> fastshard.inspect("run")
+        <fastshard.Inspection GPT-NeoX, global_step0: 40 tensors, 332 kB in 14 files, complete by headers>
+        >>> [finding.headline for finding in fastshard.inspect("lossy").findings]
+        ['global_step0/layer_03-model_01-model_states.pt: the file is missing (tp 1)']
     """
     checkpoint = as_checkpoint(source, **opening)
     plan = make_plan(with_promised(checkpoint.opened, only_kept=True))

@@ -43,6 +43,11 @@ class Manifest(Mapping[str, Any]):
     """A record, with hashes, of a result and its sources; it maps tensor names to their entries.
 
     A name that occurs in several files denotes a shard; its key is ``FILE:NAME``.
+
+    Examples:
+        >>> manifest = fastshard.convert("run", "out", to="hf", vocab_size=500)
+        >>> len(manifest), manifest["embed_out.weight"]["shape"]
+        (40, [500, 32])
     """
 
     def __init__(self, document: dict[str, Any], findings: list[Finding]) -> None:

@@ -25,6 +25,11 @@ class Plan:
     """A plan: every output tensor as views over pieces of source files.
 
     ``findings`` lists the findings from planning. A plan with an error among them cannot be written.
+
+    Examples:
+        >>> plan = fastshard.plan("run", to="hf", vocab_size=500)
+        >>> plan
+        <fastshard.Plan hf: 40 tensors, 290,198 bytes in 1 files>
     """
 
     def __init__(

@@ -38,7 +38,15 @@ def _allocate(length: int) -> Bytes:
 
 
 class Tensor:
-    """A full tensor of a checkpoint; its values are read on demand."""
+    """A full tensor of a checkpoint; its values are read on demand.
+
+    Examples:
+        >>> tensor = fastshard.open("run")["2.attention.query_key_value.weight"]
+        >>> tensor.shape, tensor.dtype
+        ((96, 32), 'F32')
+        >>> tensor.numpy().shape, tensor[0:10].shape  # only the requested rows are read
+        ((96, 32), (10, 32))
+    """
 
     def __init__(self, plan: Plan, index: int) -> None:
         self._plan = plan

@@ -29,7 +29,12 @@ __all__ = ["TensorRow", "ls", "matching", "rows_of"]
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A full tensor, as a merge would write it."""
+    """A full tensor, as a merge would write it.
+
+    Examples:
+        >>> fastshard.ls("run")[0]
+        TensorRow(name='0.word_embeddings.weight', dtype='F32', shape=(512, 32), nbytes=65536, pieces=2, ...)
+    """
 
     name: str
     #: Dtype by its safetensors name, e.g. ``BF16``.
@@ -99,6 +104,13 @@ def ls(
 
     Raises:
         FastshardError: ``FS515`` if a filter is not understood or leaves nothing.
+
+    Examples:
+        >>> for row in fastshard.ls("run", glob=["*.attention.dense.weight"]):
+        ...     print(row.name, row.dtype, row.shape)
+        2.attention.dense.weight F32 (32, 32)
+        3.attention.dense.weight F32 (32, 32)
+        4.attention.dense.weight F32 (32, 32)
     """
     with memory_budget.of(memory):
         plan = make_plan(as_checkpoint(source, **opening).opened)

@@ -38,6 +38,13 @@ class FastshardError(Exception):
     """Base of all errors: an operation was refused or failed.
 
     ``findings`` lists the reasons, the decisive one first.
+
+    Examples:
+        >>> try:
+        ...     fastshard.convert("lossy", "out", to="hf")
+        ... except fastshard.FastshardError as error:
+        ...     print(error.code, error.path, error.exit_code)
+        FS101 global_step0/layer_03-model_01-model_states.pt 3
     """
 
     def __init__(self, findings: list[Finding]) -> None:
@@ -115,15 +122,36 @@ class FastshardError(Exception):
 
 
 class ProblemError(FastshardError):
-    """The checkpoint is damaged or contradicts itself (exit code 1)."""
+    """The checkpoint is damaged or contradicts itself (exit code 1).
+
+    Examples:
+        >>> fastshard.verify("stale").raise_for_errors()
+        Traceback (most recent call last):
+            ...
+        fastshard.ProblemError: ... [FS401] ...
+    """
 
 
 class CannotRunError(FastshardError):
-    """The operation could not run: usage, permission, unsupported or uncheckable input (exit code 2)."""
+    """The operation could not run: usage, permission, unsupported or uncheckable input (exit code 2).
+
+    Examples:
+        >>> fastshard.open("nowhere")
+        Traceback (most recent call last):
+            ...
+        fastshard.CannotRunError: nowhere: no such file or directory [FS501] ...
+    """
 
 
 class IncompleteError(FastshardError):
-    """The checkpoint is incomplete; the missing parts may still arrive (exit code 3)."""
+    """The checkpoint is incomplete; the missing parts may still arrive (exit code 3).
+
+    Examples:
+        >>> fastshard.convert("lossy", "out", to="hf")
+        Traceback (most recent call last):
+            ...
+        fastshard.IncompleteError: global_step0/layer_03-model_01-model_states.pt: the file is missing ...
+    """
 
 
 for _error in (FastshardError, ProblemError, CannotRunError, IncompleteError):

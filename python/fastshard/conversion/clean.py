@@ -39,6 +39,13 @@ def clean(
 
     Raises:
         FastshardError: ``FS501`` if the run to remove does not exist; other codes for system errors.
+
+    Examples:
+        >>> run = fastshard.split("run", "out", parts=2)  # no process writes the parts
+        >>> [leftover.fate for leftover in fastshard.clean("out")]
+        ['resumable']
+        >>> [leftover.fate for leftover in fastshard.clean("out", abandon=run.id)]
+        ['removed']
     """
     patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
     if (scheme := find_scheme(out)) is not None:

@@ -111,6 +111,14 @@ def plan(
     Raises:
         FastshardError: if the call's arguments are invalid. Problems of the checkpoint are in
             :attr:`Plan.findings`.
+
+    Examples:
+        >>> plan = fastshard.plan("run", to="hf", vocab_size=500)
+        >>> plan.summary["parameters"], plan.summary["changes"]
+        (70176, {'sum over ranks': 6})
+        >>> plan = fastshard.plan("lossy", to="hf")
+        >>> [finding.code for finding in plan.findings if finding.severity == "error"]
+        ['FS101']
     """
     opening = dict(more)
     placed = target_options.of(opening)
@@ -234,6 +242,14 @@ def convert(
         BaseException: the exception from ``progress`` or a signal handler (KeyboardInterrupt), with an
             attribute ``findings``: ``FS510`` if it stopped the run, with the folder from which ``resume``
             continues; ``FS519`` if it arrived too late and the result is published.
+
+    Examples:
+        >>> fastshard.convert("run", "out", to="hf", vocab_size=500)
+        <fastshard.Manifest hf: 40 tensors in 3 files>
+        >>> fastshard.convert("lossy", "other", to="hf", vocab_size=500)  # a rank file is missing
+        Traceback (most recent call last):
+            ...
+        fastshard.IncompleteError: global_step0/layer_03-model_01-model_states.pt: the file is missing ...
     """
     _refuse_loss(to, rank, check_loss, expect_loss)
     if check_loss is not None:
@@ -568,5 +584,9 @@ def merge(source: CheckpointSource, out: StrPath, **options: Unpack[Merging]) ->
     """Merges shards into full tensors under the source's names; works for any model family.
 
     The function takes the arguments of :func:`convert` except ``to``.
+
+    Examples:
+        >>> fastshard.merge("run", "merged")
+        <fastshard.Manifest merge: 40 tensors in 1 files>
     """
     return convert(source, out, None, **options)

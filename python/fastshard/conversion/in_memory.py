@@ -33,6 +33,14 @@ class View(PlannedView):
     ``fastshard.open(..., to=...)`` returns a view, after all checks that a conversion makes by headers.
     Copies of a tensor on several ranks are compared when it is read. :attr:`not_checked` lists the checks
     that need more than single tensors; :meth:`verify` makes them by reading everything once.
+
+    Examples:
+        >>> view = fastshard.open("run", to="hf", vocab_size=500)
+        >>> view["gpt_neox.layers.0.attention.dense.weight"].numpy().shape
+        (32, 32)
+        >>> findings = view.verify()
+        >>> view.verified
+        True
     """
 
     def __init__(

@@ -22,7 +22,14 @@ class StoredResult:
 
 @dataclass(frozen=True)
 class Leftover:
-    """The leftovers of an earlier run at a destination."""
+    """The leftovers of an earlier run at a destination.
+
+    Examples:
+        >>> run = fastshard.split("run", "out", parts=2)  # no process writes the parts
+        >>> leftover = fastshard.clean("out", dry_run=True)[0]
+        >>> leftover.run == run.id, leftover.fate
+        (True, 'resumable')
+    """
 
     path: str
     #: Id of the run; None if it is unknown.

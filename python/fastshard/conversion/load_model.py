@@ -58,6 +58,11 @@ def load_model(
             version of transformers does not have or that needs its own code; ``FS102`` or ``FS108`` if a
             tensor of the model is missing, or is unexpected.
         ImportError: without transformers and torch.
+
+    Examples:
+        >>> model = fastshard.load_model("run", vocab_size=500)
+        >>> type(model).__name__, model.num_parameters()
+        ('GPTNeoXForCausalLM', 70176)
     """
     import torch
     import transformers

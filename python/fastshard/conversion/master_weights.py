@@ -47,7 +47,13 @@ how to load the parameters for a finetune (Megatron-LM):
 
 @dataclass(frozen=True)
 class MasterWeightsReport:
-    """The result of comparing fp32 master weights with parameters."""
+    """The result of comparing fp32 master weights with parameters.
+
+    Examples:
+        >>> report = fastshard.master_weights("stale")
+        >>> report.findings[0].code, report.findings[0].tensor
+        ('FS401', 'embed.weight')
+    """
 
     #: Number of parameters that were compared with their master weights.
     compared: int
@@ -87,6 +93,11 @@ def master_weights(
 
     Raises:
         FastshardError: ``FS402`` if the checkpoint has no master weights.
+
+    Examples:
+        >>> report = fastshard.master_weights("stale")
+        >>> report.ok, report.compared, len(report.differing)
+        (False, 9, 9)
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)
@@ -188,6 +199,12 @@ def repair_master_weights(
         FastshardError: ``FS402`` if the checkpoint has no copy of the parameters, ``FS514`` for an optimizer
             whose step cannot be set to zero in place (in a pickle that torch did not write), and other codes
             for damaged files.
+
+    Examples:
+        >>> fastshard.repair_master_weights("stale", "repaired")
+        <fastshard.Manifest repair: 2 tensors in 4 files>
+        >>> fastshard.master_weights("repaired").ok
+        True
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)

@@ -44,6 +44,14 @@ def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Check
         TypeError: for an unknown option.
         FastshardError: if the paths contain no checkpoint. Problems *inside* one are in
             :attr:`Checkpoint.findings`; with ``to`` they are raised, as by a conversion.
+
+    Examples:
+        >>> checkpoint = fastshard.open("run")
+        >>> checkpoint["2.attention.dense.weight"].numpy().shape
+        (32, 32)
+        >>> view = fastshard.open("run", to="hf", vocab_size=500)
+        >>> view["embed_out.weight"].shape
+        (500, 32)
     """
     given: dict[str, Any] = dict(options)
     if to is None:

@@ -42,13 +42,6 @@ class safe_open:
 
     It has the same methods; an unknown name raises a KeyError.
 
-    >>> import fastshard
-    >>> from fastshard import examples
-    >>> examples.make("gpt_neox", "run", to="gpt_neox", tp=2)
-    >>> with fastshard.safe_open("run", framework="pt", device="cpu", to="hf") as f:
-    ...     for name in f.keys():
-    ...         tensor = f.get_tensor(name)
-
     Args:
         filename: the checkpoint's directory or file.
         framework: ``pt``, ``np`` or ``jax``, or one of safetensors' other names for them.
@@ -58,6 +51,12 @@ class safe_open:
     Raises:
         FastshardError: as :func:`fastshard.open`; also for errors inside the checkpoint, so that a checkpoint
             with errors is not opened.
+
+    Examples:
+        >>> with fastshard.safe_open("run", framework="pt", to="hf", vocab_size=500) as file:
+        ...     tensors = {name: file.get_tensor(name) for name in file.keys()}
+        >>> tensors["embed_out.weight"].shape
+        torch.Size([500, 32])
     """
 
     def __init__(self, filename: StrPath, framework: str = "pt", device: Any = "cpu", **options: Any) -> None:

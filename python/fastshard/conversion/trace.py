@@ -93,6 +93,11 @@ def trace(
     Raises:
         FastshardError: ``FS515`` if the result has no tensor with this name; if a finding about the
             checkpoint explains why, that finding.
+
+    Examples:
+        >>> trace = fastshard.trace("run", "gpt_neox.layers.0.attention.dense.weight", to="hf")
+        >>> [(part["region"], part["sources"][0]["rank"]) for part in trace.parts]
+        [('[:, 0:16]', 'tp 0'), ('[:, 16:32]', 'tp 1')]
     """
     opening: dict[str, Any] = {key: value for key, value in options.items() if key not in _PLANNING}
     planning: dict[str, Any] = {key: value for key, value in options.items() if key in _PLANNING}

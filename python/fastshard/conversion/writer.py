@@ -41,10 +41,6 @@ Wanted = tuple[str | None, tuple[int, ...] | None]
 class Writer:
     """Writes tensors one by one into a sharded safetensors checkpoint.
 
-    >>> import numpy as np
-    >>> with Writer("out", expected={"w": ("F32", (2, 3))}) as w:
-    ...     w["w"] = np.zeros((2, 3), np.float32)
-
     If the block ends without an exception, the result is checked against ``expected``, gets an index and a
     manifest, and appears at ``out`` in one step. If the block raises an exception, or an expected tensor is
     missing, no result appears.
@@ -71,6 +67,13 @@ class Writer:
             findings of an opened checkpoint with errors, because it does not state which tensors must be
             written.
         TypeError: for an unknown option.
+
+    Examples:
+        >>> import numpy as np
+        >>> with fastshard.Writer("out", expected={"w": ("F32", (2, 3))}) as writer:
+        ...     writer["w"] = np.zeros((2, 3), np.float32)
+        >>> fastshard.verify("out").ok
+        True
     """
 
     @option_checks.checked

@@ -107,6 +107,14 @@ def record(
     Raises:
         FastshardError: ``FS515`` if the layers cannot be found, or the outputs do not have the tokens' shape;
             ``FS504`` if the file exists and is not a record, ``FS501`` if its folder is missing.
+
+    Examples:
+        >>> from fastshard.integrations import record
+        >>> tokens = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+        >>> model = fastshard.load_model("model")  # in a training script, its own model
+        >>> record(model, tokens, "outputs.safetensors")
+        >>> fastshard.layers("outputs.safetensors", "edited").differing
+        ['logits']
     """
     import torch
     from safetensors.torch import save_file

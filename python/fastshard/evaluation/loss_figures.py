@@ -40,6 +40,11 @@ class Loss:
 
     A plausible loss proves nothing by itself: damage to one layer may change it by less than its standard
     error.
+
+    Examples:
+        >>> loss = fastshard.loss("model", tokens=[1, 2, 3, 4])  # an untrained model
+        >>> [finding.message for finding in loss.findings]
+        ['the model predicts this text no better than an untrained model']
     """
 
     #: Mean over all predicted tokens; NaN if a logit is NaN.

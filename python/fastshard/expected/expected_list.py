@@ -35,7 +35,12 @@ _DTYPES = {torch: name for name, torch in TORCH_NAMES.items()}
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """A tensor that a config promises."""
+    """A tensor that a config promises.
+
+    Examples:
+        >>> next(iter(fastshard.expected_tensors("model")))
+        ExpectedTensor(name='gpt_neox.embed_in.weight', dtype='F32', shape=(500, 32))
+    """
 
     name: str
     #: Dtype by its safetensors name, e.g. ``BF16``.
@@ -59,7 +64,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that a config promises; iteration yields those on disk, and ``len`` counts them."""
+    """The tensors that a config promises; iteration yields those on disk, and ``len`` counts them.
+
+    Examples:
+        >>> expected = fastshard.expected_tensors("model")
+        >>> len(expected), expected.parameters
+        (40, 70176)
+    """
 
     #: The model class that was built, and its model_type.
     model_class: str

@@ -83,6 +83,10 @@ def expected_tensors(
         FastshardError: ``FS501`` if the config is missing, ``FS211`` if it is not the config of a model,
             ``FS514`` if transformers is not installed, does not know the model, or cannot build it within
             these limits.
+
+    Examples:
+        >>> fastshard.expected_tensors("model")  # the version is that of the installed transformers
+        <ExpectedTensors GPTNeoXForCausalLM: 40 tensors, transformers ...>
     """
     if is_address(path):
         from ..stores.placeholders import find_local_paths

@@ -16,7 +16,13 @@ _SHORTEST = 3
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a finding's code means, and what to do."""
+    """What a finding's code means, and what to do.
+
+    Examples:
+        >>> explanation = fastshard.explain("FS303")
+        >>> explanation.name, explanation.exit, explanation.causes
+        ('DUPLICATED_SHARD', 1, 'A copy or a rename went wrong, often in a shell loop.')
+    """
 
     #: Stable code, e.g. ``FS303``.
     code: str
@@ -48,6 +54,10 @@ def explain(code: str | int) -> Explanation:
 
     Raises:
         FastshardError: ``FS515`` if no finding has this code.
+
+    Examples:
+        >>> fastshard.explain("FS303").title
+        'Copied shard'
     """
     row = _find_row(str(code))
     if row is None:

@@ -33,7 +33,14 @@ _NICE = 19
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The result of checking one save."""
+    """The result of checking one save.
+
+    Examples:
+        >>> from fastshard.integrations import SaveGuard
+        >>> verdict = SaveGuard(rank=0, world=1).after_save("model", verify=False)
+        >>> verdict.ok, verdict.is_full
+        (True, False)
+    """
 
     #: The checkpoint.
     path: Path
@@ -72,6 +79,16 @@ class SaveGuard:
     Rank 0 reads the headers of a save immediately, and compares them with the previous step. A low-priority
     background process then reads the data. Other ranks do nothing, and no rank waits for another after a
     save.
+
+    Examples:
+        >>> from fastshard.integrations import SaveGuard
+        >>> guard = SaveGuard(rank=0, world=1)
+        >>> [seen.rank for seen in guard.before_training("saves")]
+        [0]
+        >>> guard.after_save("model").ok  # by its headers
+        True
+        >>> [verdict.is_full for verdict in guard.results(timeout=60)]  # by all of its data
+        [True]
     """
 
     def __init__(
@@ -415,6 +432,12 @@ def before_training(
 
     Raises:
         FastshardError: ``FS522`` on each rank if one rank has a separate disk or does not appear.
+
+    Examples:
+        >>> from fastshard.integrations import before_training
+        >>> guard = before_training("saves", rank=0, world=1)  # each rank makes this call
+        >>> guard.after_save("lossy").ok
+        False
     """
     global _current
     guard = SaveGuard(rank=rank, world=world, like=like, on_failure=on_failure, threads=threads)
@@ -434,6 +457,12 @@ def after_save(path: StrPath) -> StepVerdict | None:
 
     Raises:
         FastshardError: on a failure of this save or of an earlier one, with ``on_failure="raise"``.
+
+    Examples:
+        >>> from fastshard.integrations import after_save, before_training
+        >>> guard = before_training("saves", rank=0, world=1)
+        >>> after_save("model").ok
+        True
     """
     global _current
     if _current is None:

@@ -36,6 +36,10 @@ def register(source: str | os.PathLike[str]) -> str:
 
     Raises:
         FastshardError: ``FS210`` if the table is not valid; other codes if the file cannot be read.
+
+    Examples:
+        >>> fastshard.layouts.register("mylab.toml")
+        'mylab.llama'
     """
     text = _text(source)
     name = _read(text, (), _file(source)).name
@@ -60,6 +64,10 @@ def parse(source: str | os.PathLike[str]) -> _core.Table:
 
     Raises:
         FastshardError: as :func:`register`.
+
+    Examples:
+        >>> fastshard.layouts.parse("mylab.toml").name
+        'mylab.llama'
     """
     return _read(_text(source), (), _file(source))
 
@@ -83,6 +91,12 @@ def get(name: str) -> str:
 
     Raises:
         KeyError: if no table has that name.
+
+    Examples:
+        >>> print(fastshard.layouts.get("gpt_neox.neox"))
+        # EleutherAI GPT-NeoX, ...
+        layout = "gpt_neox.neox"
+        ...
     """
     if name in _registered:
         return _registered[name]
@@ -95,7 +109,12 @@ def get(name: str) -> str:
 
 
 def is_registered(name: str) -> bool:
-    """Return True for a table that the user, or an installed package, registered."""
+    """Return True for a table that the user, or an installed package, registered.
+
+    Examples:
+        >>> fastshard.layouts.is_registered("gpt_neox.neox")  # it is a built-in table
+        False
+    """
     return name in _registered or name in _installed()
 
 
@@ -116,6 +135,10 @@ def family(name: str) -> str:
 
     Raises:
         KeyError: if no table has that name.
+
+    Examples:
+        >>> fastshard.layouts.family("gpt_neox.neox")
+        'gpt_neox'
     """
     return table(name).family
 
@@ -128,6 +151,10 @@ def table(name: str) -> _core.Table:
     Raises:
         KeyError: if no table has that name.
         FastshardError: ``FS210`` if it extends a table that has changed so that it no longer fits.
+
+    Examples:
+        >>> fastshard.layouts.table("gpt_neox.neox").family
+        'gpt_neox'
     """
     return _table(name, ())
 
@@ -186,6 +213,11 @@ def of_config(config: str, file: str | None = None) -> str | None:
 
     Raises:
         FastshardError: ``FS210`` if two tables fit, ``FS211`` for a value that does not fit.
+
+    Examples:
+        >>> with open("model/config.json", encoding="utf-8") as file:
+        ...     fastshard.layouts.of_config(file.read())
+        'hf.gpt_neox'
     """
     try:
         found = [name for name in sorted({**_installed(), **_registered}) if table(name).is_for(config, file)]
@@ -224,5 +256,10 @@ def _built_in() -> frozenset[str]:
 
 
 def names() -> list[str]:
-    """List the names of all tables."""
+    """List the names of all tables.
+
+    Examples:
+        >>> [name for name in fastshard.layouts.names() if name.startswith("gpt_neox.")]
+        ['gpt_neox.llama', 'gpt_neox.neox']
+    """
     return sorted(_built_in() | set(_registered) | set(_installed()))

@@ -54,6 +54,10 @@ def report(
     Raises:
         FastshardError: ``FS514`` without Jinja2 and vl-convert (the extra ``report``); ``FS501``, ``FS502``
             and ``FS515`` for invalid paths and options.
+
+    Examples:
+        >>> with open("report.html", "w", encoding="utf-8") as file:
+        ...     _ = file.write(fastshard.report("lossy"))
     """
     from . import page
 

@@ -63,6 +63,11 @@ def attest(
     Raises:
         FastshardError: ``FS518`` without a manifest; the findings of :func:`fastshard.verify`; ``FS506`` for
             a file that changes meanwhile; ``FS504`` if ``out`` exists and is not a statement.
+
+    Examples:
+        >>> statement = fastshard.attest("model")  # writes model/fastshard.intoto.json
+        >>> [subject["name"] for subject in statement["subject"]][:2]
+        ['README.md', 'config.json']
     """
     if is_address(path):
         from ..stores.placeholders import find_local_paths

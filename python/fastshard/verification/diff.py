@@ -37,6 +37,11 @@ class Difference:
 
     ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for the last two.
     Statistics are available if both sides have the tensor.
+
+    Examples:
+        >>> difference = fastshard.diff("model", "edited")[0]
+        >>> difference.tensor, difference.kind, difference.differing
+        ('embed_out.weight', 'values', 16000)
     """
 
     tensor: str
@@ -207,6 +212,13 @@ def diff(
 
     Raises:
         FastshardError: if one of the two is damaged, or if they have no common names.
+
+    Examples:
+        >>> fastshard.diff("run", "model", vocab_size=500)  # the formats may differ
+        <fastshard.Differences: 0 tensors>
+        >>> fastshard.diff("model", "edited")
+        <fastshard.Differences: 1 tensor>
+          embed_out.weight: values
     """
     tolerance = Tolerance(atol, rtol, ignore_dtype)
     one, two = as_checkpoint(a, **opening), as_checkpoint(b, **opening)

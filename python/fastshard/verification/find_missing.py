@@ -52,7 +52,13 @@ _BY_NAME = "name and directory match"
 
 @dataclass(frozen=True)
 class MissingFile:
-    """A missing file of a checkpoint, and the place where it was found."""
+    """A missing file of a checkpoint, and the place where it was found.
+
+    Examples:
+        >>> file = fastshard.find("lossy", ["run"]).files[0]
+        >>> file.name, file.evidence
+        ('global_step0/layer_03-model_01-model_states.pt', 'name and directory match')
+    """
 
     #: Name relative to the checkpoint's directory.
     name: str
@@ -72,7 +78,13 @@ class MissingFile:
 
 @dataclass(frozen=True)
 class FileSearch:
-    """The missing files of a checkpoint, and the place where each was found."""
+    """The missing files of a checkpoint, and the place where each was found.
+
+    Examples:
+        >>> search = fastshard.find("lossy", ["run"])
+        >>> [file.name for file in search.files]
+        ['global_step0/layer_03-model_01-model_states.pt']
+    """
 
     files: tuple[MissingFile, ...]
     #: Errors for missing files that were not found, and warnings about unreadable folders.
@@ -119,6 +131,11 @@ def find(
 
     Raises:
         FastshardError: if there is no checkpoint at the path, or no folder at one of ``within``.
+
+    Examples:
+        >>> search = fastshard.find("lossy", ["run"])
+        >>> search.complete, search.commands
+        (True, ['cp -p .../layer_03-model_01-model_states.pt ...'])
     """
     settings = check_settings(opening.get("storage_options"))
     folders = [_find_folder(folder, settings) for folder in within]

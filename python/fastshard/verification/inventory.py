@@ -57,6 +57,12 @@ def manifest(
     Raises:
         FastshardError: if the checkpoint is damaged (its own checksums do not match, or files are missing),
             or if ``out`` exists and is not a manifest.
+
+    Examples:
+        >>> fastshard.manifest("run")  # writes run/fastshard.manifest.json
+        <fastshard.Manifest inventory: 80 tensors in 14 files>
+        >>> fastshard.verify("run")
+        <fastshard.Verdict ok: contents checked: against the manifest fastshard.manifest.json, 0 warnings>
     """
     checkpoint = as_checkpoint(source, **opening)
     if out is None and _core.is_remote(checkpoint.roots[0]):

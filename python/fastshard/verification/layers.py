@@ -44,7 +44,12 @@ LENGTH, MOST = 128, 256
 
 @dataclass(frozen=True)
 class ComparedUnit:
-    """A unit that both models have, compared on the same input."""
+    """A unit that both models have, compared on the same input.
+
+    Examples:
+        >>> fastshard.layers("model", "edited", tokens=[1, 2, 3, 4]).units[0]
+        ComparedUnit(name='input_embedding', relative=0.0, largest=0.0, differs=False)
+    """
 
     #: ``layers.N``, ``input_embedding``, ``head``, ``logits``, or the path of another module.
     name: str
@@ -62,6 +67,11 @@ class LayerComparison:
     """The units of two models on the same inputs: each unit of B receives the input of A's unit.
 
     So a damaged unit differs, but the units after it do not.
+
+    Examples:
+        >>> comparison = fastshard.layers("model", "edited", tokens=[1, 2, 3, 4])
+        >>> [unit.name for unit in comparison.units]
+        ['input_embedding', 'layers.0', 'layers.1', 'layers.2', 'gpt_neox.final_layer_norm', 'head', 'logits']
     """
 
     a: str
@@ -153,6 +163,11 @@ def layers(
     Raises:
         FastshardError: as :func:`fastshard.loss`; ``FS515`` if the models have different numbers of layers.
         ImportError: without transformers and torch.
+
+    Examples:
+        >>> comparison = fastshard.layers("model", "edited", tokens=[1, 2, 3, 4])
+        >>> comparison.ok, comparison.differing
+        (False, ['head'])
     """
     check_finite("tolerance", tolerance, least=0)
     limit = memory_budget.get_limit()

@@ -63,6 +63,11 @@ def loss(
             of the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory limit is too
             small.
         ImportError: without transformers and torch.
+
+    Examples:
+        >>> loss = fastshard.loss("model", tokens=[1, 2, 3, 4])  # an untrained model
+        >>> round(loss.loss, 2), round(loss.untrained, 2), loss.ok
+        (6.31, 6.21, False)
     """
     return measure_loss(
         open_view(paths, options),

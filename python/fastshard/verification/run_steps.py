@@ -47,7 +47,13 @@ _WAIT = "wait until the save ends; if its run is over, use an older step"
 
 @dataclass(frozen=True)
 class RunStep:
-    """A step of a run, and the verdict on it."""
+    """A step of a run, and the verdict on it.
+
+    Examples:
+        >>> step = fastshard.steps("steps").newest
+        >>> step.name, step.verdict, step.complete, step.files
+        ('iter_0001000', 'incomplete', False, 1)
+    """
 
     #: Name of its folder.
     name: str
@@ -101,7 +107,13 @@ class RunStep:
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The steps of a run, oldest first."""
+    """The steps of a run, oldest first.
+
+    Examples:
+        >>> steps = fastshard.steps("steps")
+        >>> steps.trackers, steps.newest.name, steps.newest_complete.name
+        ({'latest_checkpointed_iteration.txt': '1000'}, 'iter_0001000', 'iter_0000500')
+    """
 
     #: Folder that holds the steps.
     folder: str
@@ -157,6 +169,13 @@ def steps(
 
     Raises:
         FastshardError: if the folder has no steps.
+
+    Examples:
+        >>> steps = fastshard.steps("steps")
+        >>> [(step.name, step.verdict) for step in steps.steps]
+        [('iter_0000500', 'complete'), ('iter_0001000', 'incomplete')]
+        >>> steps.newest_complete.name
+        'iter_0000500'
     """
     local, unfinished = _find_local_path(run, opening)
     folder = find_steps_folder(local)
@@ -187,6 +206,11 @@ def judge_step(
         state: as for :func:`fastshard.steps`.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
+
+    Examples:
+        >>> step = fastshard.judge_step("steps/iter_0001000")
+        >>> step.verdict, step.finding.headline
+        ('incomplete', 'mp_rank_01/model_optim_rng.pt: the file is missing (tp 1, pp 0)')
     """
     local, unfinished = _find_local_path(path, opening)
     return _judge(local, unfinished, verify, state, memory, opening)

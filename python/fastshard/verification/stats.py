@@ -34,7 +34,15 @@ HISTOGRAM_EDGES: tuple[float, ...] = tuple(_core.histogram_edges())
 
 @dataclass(frozen=True)
 class ZeroSlab:
-    """Indices of one dimension at which every element is zero."""
+    """Indices of one dimension at which every element is zero.
+
+    Examples:
+        >>> import numpy as np
+        >>> with fastshard.Writer("out") as writer:
+        ...     writer["weight"] = np.vstack([np.ones((4, 8)), np.zeros((4, 8))])
+        >>> fastshard.stats("out")["weight"].zero_slabs
+        (ZeroSlab(dim=0, indices=4, ranges=((4, 8),)),)
+    """
 
     dim: int
     #: Number of all-zero indices in the dimension.
@@ -60,6 +68,11 @@ class TensorStats:
     ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities are excluded from
     all other fields. The two parts of a complex element count as two numbers. Integers are summed as float64,
     so the mean of 64-bit integers is rounded; their ``min`` and ``max`` are exact.
+
+    Examples:
+        >>> stats = fastshard.stats("run", include=["2.attention.dense.weight"])["2.attention.dense.weight"]
+        >>> stats.count, stats.zeros, stats.nan
+        (1024, 0, 0)
     """
 
     #: Element type under its safetensors name, e.g. ``BF16``.
@@ -213,6 +226,11 @@ def stats(
 
     Raises:
         FastshardError: if the checkpoint is damaged or incomplete.
+
+    Examples:
+        >>> fastshard.stats("run", include=["2.attention.dense.weight"])
+        <fastshard.Stats: 1 tensor>
+          2.attention.dense.weight: F32 [32, 32], -0.06416 to 0.06133, mean 0.0005106, std 0.01964
     """
     return with_findings(
         source,

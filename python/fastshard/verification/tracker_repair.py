@@ -26,7 +26,13 @@ _NUMBER = compile_when_used(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class TrackerChange:
-    """A tracker file, the step that it named before, and the step that it names now."""
+    """A tracker file, the step that it named before, and the step that it names now.
+
+    Examples:
+        >>> change = fastshard.fix_trackers(fastshard.steps("steps"))[0]
+        >>> change.before, change.after, change.changed
+        ('1000', '500', True)
+    """
 
     #: Name of the file.
     file: str
@@ -51,6 +57,10 @@ def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
     Raises:
         FastshardError: if there is no tracker file, if no step is complete, or if a tracker file has an
             unknown form; then nothing is written. ``FS514`` for a run in a store.
+
+    Examples:
+        >>> fastshard.fix_trackers(fastshard.steps("steps"))
+        [TrackerChange(file='latest_checkpointed_iteration.txt', before='1000', after='500')]
     """
     folder = Path(steps.folder)
     if not steps.trackers:

@@ -18,6 +18,15 @@ class Verdict(Sequence[Finding]):
 
     It compares equal to a list of the same findings. It has no truth value, because an empty sequence, which
     is the good case, would be false.
+
+    Examples:
+        >>> verdict = fastshard.verify("run")
+        >>> verdict.ok
+        True
+        >>> fastshard.verify("lossy").raise_for_errors()
+        Traceback (most recent call last):
+            ...
+        fastshard.IncompleteError: global_step0/layer_03-model_01-model_states.pt: the file is missing ...
     """
 
     __slots__ = ("_findings", "checked")

@@ -110,6 +110,13 @@ def verify(
 
     Raises:
         FastshardError: if the path cannot be checked at all.
+
+    Examples:
+        >>> fastshard.verify("model")
+        <fastshard.Verdict ok: contents checked: against the manifest fastshard.manifest.json, 0 warnings>
+        >>> verdict = fastshard.verify("lossy")
+        >>> verdict.ok, verdict[0].headline
+        (False, 'global_step0/layer_03-model_01-model_states.pt: the file is missing (tp 1)')
     """
     if subset is not None and not (1 <= subset[0] <= subset[1]):
         raise FastshardError.of(

@@ -171,7 +171,12 @@ def met(
 
 @dataclass(frozen=True)
 class SeenRank:
-    """A rank that reported at a destination."""
+    """A rank that reported at a destination.
+
+    Examples:
+        >>> fastshard.check_storage("out", rank=0, world=1)
+        [SeenRank(rank=0, host='...', pid=..., storage='...')]
+    """
 
     rank: int
     host: str
@@ -198,6 +203,11 @@ def check_storage(
 
     Raises:
         FastshardError: ``FS522`` with the ranks that did not appear, or for a rank with a separate disk.
+
+    Examples:
+        >>> seen = fastshard.check_storage("out", rank=0, world=1)  # each rank makes this call
+        >>> [rank.rank for rank in seen]
+        [0]
     """
     check_local(out)
     if rank == "auto" and world is None and is_alone():

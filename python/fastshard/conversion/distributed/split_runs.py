@@ -35,7 +35,13 @@ Source = StrPath | Iterable[StrPath]
 
 @dataclass(frozen=True)
 class SplitRun:
-    """A run that was split into parts."""
+    """A run that was split into parts.
+
+    Examples:
+        >>> run = fastshard.split("run", "out", to="hf", parts=2, vocab_size=500)
+        >>> len(run.id), len(run.bytes), sum(run.bytes)
+        (32, 2, 280704)
+    """
 
     #: Id of the run: 32 hexadecimal digits.
     id: str
@@ -78,6 +84,13 @@ def split(
 
     Raises:
         FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are working on the run.
+
+    Examples:
+        >>> run = fastshard.split("run", "out", to="hf", parts=2, vocab_size=500)
+        >>> [fastshard.make_part("out", part, run.id) for part in range(2)]  # a process for each part
+        [True, True]
+        >>> fastshard.commit("out", run.id)
+        <fastshard.Manifest hf: 40 tensors in 3 files>
     """
     request, others = split_request(options)
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= 100_000:
@@ -217,6 +230,13 @@ def make_part(
     Raises:
         FastshardError: ``FS501`` if the run does not exist, and then nothing is written; ``FS509`` if another
             process is writing this part.
+
+    Examples:
+        >>> run = fastshard.split("run", "out", to="hf", parts=2, vocab_size=500)
+        >>> fastshard.make_part("out", 0, run.id)
+        True
+        >>> fastshard.make_part("out", 0, run.id)  # it is already complete
+        False
     """
     found = _found(out, run)
     about, parts = found["about"], found["parts"]
@@ -256,6 +276,13 @@ def commit(
 
     Raises:
         FastshardError: ``FS523`` with the missing parts; otherwise as :func:`fastshard.convert`.
+
+    Examples:
+        >>> run = fastshard.split("run", "out", to="hf", parts=1, vocab_size=500)
+        >>> fastshard.make_part("out", 0, run.id)
+        True
+        >>> fastshard.commit("out", run.id)
+        <fastshard.Manifest hf: 40 tensors in 3 files>
     """
     found = _found(out, run)
     about = found["about"]

@@ -86,6 +86,10 @@ def convert(
         FastshardError: as :func:`fastshard.convert`, with the host; ``FS522`` for nodes that cannot access
             the destination; ``FS523`` for parts that are missing; ``FS514`` if Ray is not installed.
         BaseException: as :func:`fastshard.convert`; the run can be continued with ``resume``.
+
+    Examples:
+        >>> fastshard.ray.convert("run", "out", to="hf", vocab_size=500, parts=2)
+        <fastshard.Manifest hf: 40 tensors in 3 files>
     """
     request, _ = split_request(options)
     find_destination_scheme(out, request, True, {})
@@ -137,6 +141,10 @@ def merge(source: Source, out: StrPath, **options: Unpack[Spread]) -> Manifest:
     """Merge a checkpoint into full tensors under the source's own names, on the nodes of a Ray cluster.
 
     The function takes the arguments of :func:`convert` except ``to``.
+
+    Examples:
+        >>> fastshard.ray.merge("run", "merged", parts=2)
+        <fastshard.Manifest merge: 40 tensors in 1 files>
     """
     return convert(source, out, None, **options)
 
