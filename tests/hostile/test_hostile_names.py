@@ -194,11 +194,8 @@ def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Pat
 def test_an_address_is_no_path() -> None:
     address = "s3://bucket/run"
     commands = (
-        ("steps", address),
-        ("attest", address),
-        ("expected", address),
+        ("steps", address, "--follow"),
         ("check-storage", address),
-        ("find", HF, "--in", address),
         ("merge", HF, "https://host/out"),
         ("merge", "qq://b/run", "out"),
     )

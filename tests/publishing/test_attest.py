@@ -73,7 +73,7 @@ def test_what_differs_from_its_manifest_is_not_attested(result: Path) -> None:
 
 
 def test_a_signal_ends_the_hashing_of_files(result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastshard.verification.attest._CHUNK", 1)
+    monkeypatch.setattr("fastshard.verification.file_pieces._PIECE", 1)
     with interrupted_hashing(monkeypatch), pytest.raises(KeyboardInterrupt):
         fastshard.attest(result, verify=False, threads=2)
     assert not (result / "fastshard.intoto.json").exists()

@@ -161,7 +161,7 @@ def test_a_command_that_copies_to_a_store_is_the_stores_own(address: str, comman
 def test_commands_without_stores_refuse_addresses_as_such() -> None:
     address = find_address(FIXTURES / "sharded/hf_sharded")
     with pytest.raises(FastshardError) as caught:
-        fastshard.attest(address)
+        fastshard.check_storage(address)
     assert caught.value.code == codes.UNSUPPORTED and caught.value.path == address
 
 

@@ -46,9 +46,10 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
 
 
 def find_damaged(copies: Iterable[tuple[str, str]]) -> list[Finding]:
-    """Return ``FS211`` for each file to copy whose name ends with ``.json`` and that holds no JSON.
+    """Warn (``FS211``) of each file to copy whose name ends with ``.json`` and that holds no JSON.
 
-    Loaders of the result would fail. A file larger than 64 MiB is not read.
+    Loaders of the result fail at such a file; its tensors are right all the same. A file larger than 64 MiB
+    is not read.
     """
     findings = []
     for name, path in copies:
@@ -62,6 +63,7 @@ def find_damaged(copies: Iterable[tuple[str, str]]) -> list[Finding]:
                 Finding.of(
                     codes.BAD_VALUE,
                     "the file is no valid JSON: it is truncated or damaged",
+                    severity="warning",
                     file=name,
                     expected="JSON",
                     got=str(error),

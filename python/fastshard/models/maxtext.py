@@ -489,7 +489,7 @@ class MaxText:
     config_facts: Mapping[str, bool] | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model of a yml, or of a ``config.json`` that was passed in its place.
+        """Return the model that a yml describes, or a ``config.json`` that was passed in its place.
 
         Raises:
             FastshardError: ``FS211`` for an invalid value, ``FS209`` if the yml does not determine the order

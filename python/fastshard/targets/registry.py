@@ -139,7 +139,7 @@ def check(request: Request) -> None:
         if (way := _AFTER_HF.get(str(to).lower())) is not None:
             raise FastshardError.of(
                 codes.USAGE,
-                f"there is no format {to}",
+                f"fastshard does not write {to}",
                 expected=", ".join(TARGETS),
                 help=way,
                 run=["--to hf"],

@@ -94,11 +94,11 @@ def _run(a: argparse.Namespace) -> Outcome:
         "parameters": sum(r.elements for r in rows),
         "bytes": sum(r.nbytes for r in rows),
     }
+    chosen = "" if len(rows) == len(all_rows) else f"{len(rows):,} of "
     total = (
-        f"{counted(len(rows), 'tensor')}, {document['parameters']:,} parameters, {human(document['bytes'])}"
+        f"{chosen}{counted(len(all_rows), 'tensor')}, {document['parameters']:,} parameters, "
+        f"{human(document['bytes'])}"
     )
-    if len(rows) != len(all_rows):
-        total += f" (of {counted(len(all_rows), 'tensor')})"
     if a.by:
         groups = _groups(rows, a.by)
         shown: list[Any] = groups[a.offset : None if a.limit is None else a.offset + a.limit]

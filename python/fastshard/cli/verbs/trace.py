@@ -64,7 +64,7 @@ def _tree(
     if place := document["written_to"]:
         at = f", from byte {place['offset']:,}" if "offset" in place else ""
         called = f", as {place['key']}" if place["key"] != document["name"] else ""
-        branches.append((f"written to {place['name']}{at}{called}", []))
+        branches.append((f"would be written to {place['name']}{at}{called}", []))
     if weight := document.get("weight"):
         branches.append((f"codes of {weight['name']} {weight['shape']}, {weight['form']}", []))
     if "blake3" in document:

@@ -20,7 +20,7 @@ from ..verb import Outcome, Result, Verb
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, like=True)
-    parser.add_argument("--expect", metavar="FILE", help="a manifest or config")
+    parser.add_argument("--expect", metavar="FILE", help="compare with this manifest or config")
     parser.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
     add_choosing(parser)
     group = parser.add_argument_group(

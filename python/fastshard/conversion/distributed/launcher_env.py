@@ -105,7 +105,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
             f"{launcher.name} does not state the number of processes",
             expected="--world N",
             got=_shown(launcher, environ),
-            help="pass the job's number of completions with --world",
+            help="pass the Job's `completions` value with --world",
         )
     return Rank(rank, size, f"{launcher.name}: {_shown(launcher, environ)}", _hosts(environ, size))
 

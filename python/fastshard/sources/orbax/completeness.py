@@ -82,7 +82,8 @@ class Evidence:
 
     @functools.cached_property
     def absent(self) -> list[int]:
-        """Participating processes whose directories are missing, if they are known by number."""
+        """Numbers of the participating processes whose directories are missing; empty if directories have no
+        numbers."""
         if not self.per_process or not self.numbered:
             return []
         return sorted(set(range(self.implied or 0)) - set(self.present))
