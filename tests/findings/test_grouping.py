@@ -78,6 +78,14 @@ def test_ranks_that_are_gone_are_one_finding_with_a_range() -> None:
     assert one.files == ("r_01_000.pt", "r_03_000.pt") and one.rank == "tp 1 and 3"
 
 
+def test_files_of_one_rank_in_several_layers_name_no_layer() -> None:
+    gone = [
+        missing(f"layer_{layer:02d}-model_01.pt", {"layer": layer, "tp": 1}, rank="tp 1") for layer in (2, 3)
+    ]
+    (merged,) = group_by_cause(gone, [])
+    assert merged.message == "2 files of tensor-parallel rank 1 are missing"
+
+
 def test_help_names_no_rank_where_none_is_known() -> None:
     (one,) = group_by_cause([missing(f"x_{n}", help=f"ask node {n}") for n in range(2)], [])
     assert one.message == "2 files are missing" and "nodes that wrote them" in (one.help or "")

@@ -298,7 +298,9 @@ def _merge_missing_files(gone: list[Finding], present: Sequence[RankFile]) -> Fi
     if lost := _find_lost_ranks(gone, alike):
         return _merge_files(gone, *lost)
     ranks = list(dict.fromkeys(finding.rank for finding in gone))
-    coords = gone[0].coords if len(ranks) == 1 else {}
+    # Files of one rank may be of different layers: a dimension in which they differ is not theirs in common.
+    first = gone[0].coords if len(ranks) == 1 else {}
+    coords = {d: at for d, at in first.items() if all(finding.coords.get(d) == at for finding in gone)}
     others = (
         sum(is_among(file.rank, coords) for file in alike)
         if coords and all(file.rank for file in alike)
