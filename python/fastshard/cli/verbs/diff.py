@@ -73,7 +73,9 @@ def _reason(differences: Differences) -> str:
     close = f"{len(differences.close)} {of} within the tolerance"
     if differences:
         return ", ".join([f"{len(differences)} {of}", *([close] if differences.close else [])])
-    return f"{close}, the others byte for byte" if differences.close else "every tensor has the same bytes"
+    if not differences.close:
+        return "every tensor has the same bytes"
+    return close if len(differences.close) == differences.compared else f"{close}, the others byte for byte"
 
 
 def _table(differences: Differences, verbose: int) -> str:
