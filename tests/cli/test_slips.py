@@ -40,6 +40,12 @@ def test_verbs_of_other_tools_lead_to_ours(word: str, verb: str) -> None:
     assert ran.code == 2 and ran.errors[0]["run"] == [f"fastshard {verb} run --json"]
 
 
+def test_version_is_an_option() -> None:
+    error, help_ = read_usage_error("version")
+    assert error == "fastshard: error: there is no command version; --version prints it"
+    assert help_ == "fastshard --version"
+
+
 @pytest.mark.parametrize("path", ["here", "s3://bucket/run"])
 def test_a_path_in_the_place_of_the_command(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

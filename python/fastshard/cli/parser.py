@@ -134,6 +134,8 @@ def _explain_no_command(word: str, argv: Sequence[str], verbs: Verbs) -> UsageEr
     run = None
     if (verb := find_verb(word, names)) is not None:
         message, run = f"there is no command {word}; {verb} does that", with_verb(verb, argv, replaces=True)
+    elif word == "version":
+        message, run = f"there is no command {word}; --version prints it", "fastshard --version"
     elif is_path(word):
         message = f"expected a command, found {word}: the command comes first, then paths and options"
         run = with_verb("inspect", argv, replaces=False)
