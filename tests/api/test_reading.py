@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fastshard.common.near_words import nearest
 from helpers import (
     FIXTURES,
     HF,
@@ -379,3 +380,15 @@ def test_a_header_whose_length_begins_like_a_pickle(length: int, tmp_path: Path)
     (tmp_path / "old").mkdir()
     torch.save({"a": torch.ones(2)}, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert fastshard.open(tmp_path / "old").findings[0].code == "FS514"
+
+
+def test_a_misspelt_name_of_an_incomplete_tensor_leads_to_it(tmp_path: Path) -> None:
+    run = copy(NEOX, tmp_path / "run")
+    (run / STEP / "layer_02-model_01-model_states.pt").unlink()
+    with pytest.raises(KeyError, match=r"did you mean 2\.attention\.dense\.weight\?"):
+        fastshard.open(run)["2.attention.dense.weigth"]
+
+
+def test_a_name_without_its_module_leads_to_the_same_parameter() -> None:
+    known = ["decoder.layers.mlp.linear_fc2.weight", "decoder.layers.self_attention.linear_qkv.weight"]
+    assert nearest("decoder.layers.0.linear_qkv.weight", known) == known[1]

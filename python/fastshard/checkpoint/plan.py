@@ -142,7 +142,7 @@ class Plan:
         try:
             return self.index[name]
         except KeyError:
-            raise KeyError(f"{name}{meant(str(name), self.index)}") from None
+            raise KeyError(f"{name}{meant(str(name), [*self.index, *self.lost])}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data (``fastshard plan --json``)."""

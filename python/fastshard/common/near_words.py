@@ -15,6 +15,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     import difflib
 
     others = [one for one in known if one != word]
+    # Of a tensor name, the last two parts (module and parameter) say more than the rest of its letters.
+    parts = word.rsplit(".", 2)
+    if len(parts) == 3 and (same := [one for one in others if one.endswith(f".{parts[1]}.{parts[2]}")]):
+        others = same
     if len(others) > _COMPARED:
         # A checkpoint has a million names: those that begin and end most like it are compared.
         others = heapq.nlargest(_COMPARED, others, key=lambda one: _ends_alike(word, one))
