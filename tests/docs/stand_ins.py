@@ -93,15 +93,10 @@ def kubectl(words: list[str]) -> int:
     return max(codes)
 
 
-def read_folder(folder: Path) -> dict[str, bytes]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
 def aws(words: list[str]) -> int:
     """`aws s3 sync FOLDER s3://BUCKET/PREFIX`, which makes the bucket too."""
     sys.path[:0] = STORES
-    from servers import S3Server
+    from servers import S3Server, read_folder
 
     bucket, _, prefix = words[3].removeprefix("s3://").partition("/")
     files = {f"{prefix}/{path}": content for path, content in read_folder(Path(words[2])).items()}
@@ -117,18 +112,14 @@ def serve(_words: list[str]) -> int:
     """
     sys.path[:0] = STORES
     from hub_server import serving_hub
-    from servers import ACCESS_KEY, REGION, SECRET_KEY, moto_server
+    from servers import moto_server, read_folder
 
     with moto_server() as s3, serving_hub() as hub:
         hub.repo("my-org/my-model").commit(read_folder(MODEL), "main", "v1.0")
         hub.repo("my-org/published").commit({".gitattributes": b""})
         hub.tokens["hf_stand_in"] = {"my-org/my-model", "my-org/published"}
         variables = {
-            "AWS_ENDPOINT_URL": s3.url,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_REGION": REGION,
+            **s3.environment,
             "HF_ENDPOINT": hub.endpoint,
             "HF_TOKEN": "hf_stand_in",
             # Its protocol is that of another service, which nothing stands in for.

@@ -63,16 +63,16 @@ def model(kind: str, **changes: Any) -> Any:
     torch.manual_seed(5)
     settings = SIZES | KINDS[kind] | changes
     if kind.startswith("gemma2"):
-        made: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings)).eval()
+        network: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings)).eval()
     else:
-        made = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings)).eval()
+        network = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings)).eval()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in network.named_parameters():
             values = torch.randn_like(parameter) * 0.3
             parameter.copy_(
                 values.mul(64).round().div(64).clamp(-0.75, 0.75) + 0.0 if "norm" in name else values
             )
-    return made
+    return network
 
 
 #: Name within a layer of MaxText -> that of transformers; `_` stands for the end of the names in Gemma 2.
@@ -228,8 +228,8 @@ class _Arrays:
 
 def compute(tree: Tree, yml: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """Logits of MaxText for a tree that it restores and the yml that it is run with."""
-    held = _Arrays(tree, yml)
-    get = held.get
+    stored = _Arrays(tree, yml)
+    get = stored.get
     is_2 = yml["decoder_block"] == "gemma2"
     assert (is_2 or yml["decoder_block"] == "gemma3") and yml["mlp_activations"] == ["gelu", "linear"]
     assert yml["use_post_attn_norm"] and yml["use_post_ffw_norm"] and yml["rope_type"] == "default"
@@ -282,19 +282,23 @@ def compute(tree: Tree, yml: dict[str, Any], tokens: torch.Tensor) -> torch.Tens
         if yml.get("normalize_embedding_logits", True):
             logits = logits / y.shape[-1] ** 0.5
         logits = _cap(logits, yml.get("final_logits_soft_cap", 0.0))
-    assert held.used == held.arrays.keys()
+    assert stored.used == stored.arrays.keys()
     return logits
 
 
 def files(kind: str, folder: Path | None = None, **changes: Any) -> tuple[Any, Tree, torch.Tensor]:
     """Config, tensors and logits of a model that transformers saves, in a folder if one is given."""
-    made = model(kind, **changes)
+    network = model(kind, **changes)
     if folder is None:
         with TemporaryDirectory() as temporary:
             return files(kind, Path(temporary), **changes)
-    made.save_pretrained(folder)
+    network.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    return made.config, {name: as_numpy(t).copy() for name, t in tensors.items()}, moe_maker.logits(made)
+    return (
+        network.config,
+        {name: as_numpy(t).copy() for name, t in tensors.items()},
+        moe_maker.logits(network),
+    )
 
 
 def yml_of(config: Any, **more: Any) -> dict[str, Any]:
@@ -335,6 +339,6 @@ def checkpoint(kind: str, folder: Path, scan: int | None = 1, tree: Tree | None 
     """A checkpoint of MaxText's own, with a yml beside it."""
     config, tensors, _ = files(kind)
     saved_orbax(arrange(tensors, config, scan) if tree is None else tree, folder)
-    stated = {key: value for key, value in yml_of(config, **yml).items() if value is not None}
-    (folder / "maxtext_model.yml").write_text(yaml.safe_dump(stated))
+    settings = {key: value for key, value in yml_of(config, **yml).items() if value is not None}
+    (folder / "maxtext_model.yml").write_text(yaml.safe_dump(settings))
     return folder

@@ -37,9 +37,9 @@ def test_there_and_back_is_bit_exact(kind: str, scan: int | None, tmp_path: Path
     notes = {f.message.split(" and ")[0] for f in findings if f.code == "FS214"}
     assert notes == {"norms are stored plus 1", "values changed: + 1"}
     assert any("only under model_name" in f.message for f in findings) is kind.startswith("gemma3")
-    stated, expected = written_yml(tmp_path / "out"), yml_of(config)
-    assert {key: stated[key] for key in expected} == expected
-    assert stated["scan_layers"] is (scan is not None)
+    settings, expected = written_yml(tmp_path / "out"), yml_of(config)
+    assert {key: settings[key] for key in expected} == expected
+    assert settings["scan_layers"] is (scan is not None)
     ran = cli("verify", tmp_path / "out")
     assert ran.code == 0, ran.out
     # A config.json states the number whose root divides the scores; the weights of a Gemma 2 are divided.
@@ -87,16 +87,16 @@ def test_a_checkpoint_of_maxtexts_own_converts_by_the_yml_of_its_model(
     other = None if scan is not None else 1
     form, _ = converted(source, tmp_path / "other", **target(other))
     assert_same(without_step(form), arrange(tensors, config, other))
-    stated, expected = written_yml(tmp_path / "other"), yml_of(config)
-    assert {key: stated[key] for key in expected} == expected
+    settings, expected = written_yml(tmp_path / "other"), yml_of(config)
+    assert {key: settings[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["f32", "bf16"])
 def test_what_a_root_makes_of_values_is_rounded_once_and_noted(exact: bool, tmp_path: Path) -> None:
     """Of a hidden size and a number of scores whose roots are no powers of two."""
     changes = {"hidden_size": 72, "query_pre_attn_scalar": 18}
-    made = model("gemma2", **changes).to(torch.float32 if exact else torch.bfloat16)
-    made.save_pretrained(tmp_path / "hf")
+    network = model("gemma2", **changes).to(torch.float32 if exact else torch.bfloat16)
+    network.save_pretrained(tmp_path / "hf")
     config, tensors, _ = files("gemma2", **changes)
     if not exact:
         tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()}
@@ -118,11 +118,11 @@ def test_the_optimizers_moments_go_along_in_maxtext_alone(kind: str, tmp_path: P
     config, tensors, _ = files(kind)
 
     def state(scan: int | None) -> Tree:
-        held = arrange(tensors, config, scan)
-        tree = dict(held)
+        arrays = arrange(tensors, config, scan)
+        tree = dict(arrays)
         for factor, slot in ((2, "mu"), (3, "nu")):
             below = f"opt_state.{slot}.params."
-            tree |= {name.replace("params.params.", below): a * factor for name, a in held.items()}
+            tree |= {name.replace("params.params.", below): a * factor for name, a in arrays.items()}
         return tree | {"opt_state.count": np.array(7, np.int32), "step": np.array(7, np.int32)}
 
     source = checkpoint(kind, tmp_path / "run", tree=state(1))
@@ -146,18 +146,18 @@ def test_a_state_of_nnx_has_the_same_layers(kind: str, separator: str, tmp_path:
     config, tensors, want = files(kind)
     tree = arrange(tensors, config, None)
     names = {name: name.removeprefix("params.params.") for name in tree}
-    held = {
+    arrays = {
         f"model.{own.replace('.layers_', f'.layers{separator}')}.value": tree[name]
         for name, own in names.items()
     }
-    source = checkpoint(kind, tmp_path / "run", tree=held)
+    source = checkpoint(kind, tmp_path / "run", tree=arrays)
     converted(source, tmp_path / "out", "hf")
     assert torch.equal(moe_maker.load_logits(tmp_path / "out"), want)
 
 
 @FORMS
-@pytest.mark.parametrize("stated", [True, False], ids=["yml", "no yml"])
-def test_each_array_that_is_lost_is_named(scan: int | None, stated: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_yml", [True, False], ids=["yml", "no yml"])
+def test_each_array_that_is_lost_is_named(scan: int | None, has_yml: bool, tmp_path: Path) -> None:
     config, tensors, _ = files("gemma2")
     tree = arrange(tensors, config, scan)
     # One number, or one stack, is two layers: one with a window and one without.
@@ -167,14 +167,14 @@ def test_each_array_that_is_lost_is_named(scan: int | None, stated: bool, tmp_pa
     for i, name in enumerate(lost):
         lacking = {n: a for n, a in tree.items() if n != name}
         source = checkpoint("gemma2", tmp_path / str(i), tree=lacking)
-        if not stated:
+        if not has_yml:
             (source / "maxtext_model.yml").unlink()
         for command in (("verify", source), ("plan", source, "--to", "maxtext:unscan")):
             errors = cli(*command).errors
             assert [(f["code"], f["tensor"]) for f in errors] == [("FS102", name)], errors
 
 
-@pytest.mark.parametrize("stated", [True, False], ids=["yml", "no yml"])
+@pytest.mark.parametrize("has_yml", [True, False], ids=["yml", "no yml"])
 @pytest.mark.parametrize(
     ("scan", "one"),
     [
@@ -185,7 +185,7 @@ def test_each_array_that_is_lost_is_named(scan: int | None, stated: bool, tmp_pa
     ],
 )
 def test_each_array_of_a_cycle_that_is_lost_is_named(
-    scan: int | None, one: str, stated: bool, tmp_path: Path
+    scan: int | None, one: str, has_yml: bool, tmp_path: Path
 ) -> None:
     config, tensors, _ = files("gemma3 cut")
     tree = arrange(tensors, config, scan)
@@ -194,7 +194,7 @@ def test_each_array_of_a_cycle_that_is_lost_is_named(
     for i, name in enumerate(lost):
         lacking = {n: a for n, a in tree.items() if n != name}
         source = checkpoint("gemma3 cut", tmp_path / str(i), tree=lacking)
-        if not stated:
+        if not has_yml:
             (source / "maxtext_model.yml").unlink()
         for command in (("verify", source), ("plan", source, "--to", "maxtext:unscan")):
             errors = cli(*command).errors
@@ -207,8 +207,8 @@ def test_a_stack_of_the_wrong_length_is_named(tmp_path: Path) -> None:
     name = "params.params.decoder.layers.mlp_global.wi_1.kernel"
     tree[name] = tree[name][:, :-1]
     source = checkpoint("gemma2", tmp_path / "run", tree=tree)
-    for stated in (True, False):
-        if not stated:
+    for has_yml in (True, False):
+        if not has_yml:
             (source / "maxtext_model.yml").unlink()
         errors = cli("verify", source).errors
         assert [f["tensor"] for f in errors] == [name], errors

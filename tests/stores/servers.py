@@ -27,6 +27,12 @@ SECRET_KEY = "SECRET-MARKER-0123456789"
 REGION = "us-east-1"
 
 
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Read all files below a folder, by their paths in it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 @dataclass(frozen=True)
 class S3Server:
     """A server that answers."""
@@ -34,6 +40,17 @@ class S3Server:
     url: str
     #: What reaches it from `fastshard.stores.objects.ObjectStore`.
     options: dict[str, str] = field(repr=False)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which commands find the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": REGION,
+        }
 
     def client(self) -> Any:
         """A client of boto3, which shares nothing with what is tested."""

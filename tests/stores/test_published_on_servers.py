@@ -30,7 +30,7 @@ from gcs_server import GcsServer
 from helpers import FIXTURES, Ran, at_once, cli
 from holding import HANG
 from safetensors.numpy import save_file
-from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from servers import ACCESS_KEY, SECRET_KEY, S3Server, read_folder
 from tiny_models import model
 
 pytest.importorskip("obstore")
@@ -91,11 +91,6 @@ def run(*argv: object) -> Ran:
     return ran
 
 
-def read_folder(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
 @dataclass(frozen=True)
 class Served:
     """A prefix of a server, to which commands are led by their environment."""
@@ -110,13 +105,7 @@ class Served:
 
 def serve(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> Served:
     """Leads commands to a server of S3, perhaps through a proxy."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_REGION": REGION,
-    }.items():
+    for name, value in (server.environment | {"AWS_ENDPOINT_URL": url}).items():
         monkeypatch.setenv(name, value)
     client = server.client()
     root = f"some/run-{next(_numbers)}"

@@ -18,16 +18,11 @@ from helpers import FIXTURES, cli
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, moto_server
+from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, moto_server, read_folder
 
 MEGATRON = FIXTURES / "sharded/megatron_legacy_tp2_pp2"
 LOST = "mp_rank_01_001/model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def make_run(folder: Path) -> Path:
@@ -48,13 +43,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(autouse=True)
 def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_REGION": REGION,
-    }.items():
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
 
 

@@ -17,7 +17,7 @@ from easylm_maker import as_easylm, write_stream
 from easylm_maker import as_train_state as as_stream
 from helpers import cli
 from levanter_maker import as_levanter, as_train_state, save
-from servers import ACCESS_KEY, REGION, SECRET_KEY, S3Server, moto_server
+from servers import S3Server, moto_server
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 BUCKET = "train-states"
@@ -54,13 +54,7 @@ def compare(
     server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: Path, run: Path
 ) -> None:
     """The same findings and the same files of a conversion, of the address and of the path."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_REGION": REGION,
-    }.items():
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     for path in (path for path in run.rglob("*") if path.is_file()):
         key = path.relative_to(tmp_path).as_posix()

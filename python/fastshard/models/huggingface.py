@@ -535,12 +535,12 @@ def _read_local_rope(config: Mapping[str, Any], others: Rope) -> Rope | None:
     Raises:
         FastshardError: ``FS211`` for invalid values.
     """
-    stated = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
-    stated = _take_kind_of_rope(stated, "sliding_attention")
-    if stated.get("rope_parameters") == config.get("rope_parameters"):
-        stated.pop("rope_parameters", None)
+    settings = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    settings = _take_kind_of_rope(settings, "sliding_attention")
+    if settings.get("rope_parameters") == config.get("rope_parameters"):
+        settings.pop("rope_parameters", None)
     base = positive_number(config, "rope_local_base_freq", 10_000)
-    local = rope_of({"rope_theta": base, **stated})[0]
+    local = rope_of({"rope_theta": base, **settings})[0]
     return None if local == others else local
 
 
